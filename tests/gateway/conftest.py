@@ -1,20 +1,23 @@
 """Fixtures of the socket-level tests: engines and gateways that are stopped whatever happens."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.support.gateway import GatewayProcess, GatewayThread, settings_for, wait_ready
-from tests.support.mock_engine import Behaviour, MockEngine
+from support.gateway import (
+    EngineMaker,
+    GatewayMaker,
+    GatewayProcess,
+    GatewayThread,
+    ProcessMaker,
+    settings_for,
+    wait_ready,
+)
+from support.mock_engine import Behaviour, MockEngine
 
 HERE = Path(__file__).parent
 TEST_TIME_S = 30
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow: takes long; left out by `make test`, run by `make test-all`")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,17 +26,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(TEST_TIME_S))
 
 
-EngineMaker = Callable[..., MockEngine]
-GatewayMaker = Callable[..., GatewayThread]
-ProcessMaker = Callable[..., GatewayProcess]
-
-
 @pytest.fixture
 def engines() -> Iterator[EngineMaker]:
     """Starts engines: `engines(Behaviour(...), models=("a",), any_attribute=value)`."""
     made: list[MockEngine] = []
 
-    def make(behaviour: Behaviour | None = None, *, models: tuple[str, ...] = ("m",), **attributes: Any) -> MockEngine:
+    def make(
+        behaviour: Behaviour | None = None, *, models: tuple[str, ...] = ("m",), **attributes: Any
+    ) -> MockEngine:
         engine = MockEngine(models, name=f"mock{len(made)}")
         engine.behaviour = behaviour or Behaviour()
         for name, value in attributes.items():
@@ -53,7 +53,7 @@ def engine(engines: EngineMaker) -> MockEngine:
 
 @pytest.fixture
 def gateways(tmp_path: Path, engines: EngineMaker) -> Iterator[GatewayMaker]:
-    """Starts gateways in this process: `gateways(engine, slots=4, limits={...})`. At the end all must be at rest."""
+    """Starts gateways in this process: `gateways(engine, slots=4, limits={...})`; all must end at rest."""
     made: list[GatewayThread] = []
 
     def make(*workers: MockEngine, wait: bool = True, **settings: Any) -> GatewayThread:

@@ -1,6 +1,7 @@
-"""A running gateway for tests: in this process in a thread of its own, or as a process for signals, descriptors and logs.
+"""A running gateway for tests: in this process in a thread of its own, or as a process of its own.
 
-Both start from a dictionary that is written as YAML and read like a user's file, and are ready when `/readiness` says so.
+Both start from a dictionary that is written as YAML and read like a user's file. The process is for what a thread
+can not show: signals, descriptors, memory and logs.
 """
 
 import asyncio
@@ -18,15 +19,17 @@ from typing import Any, Protocol
 import uvloop
 import yaml
 
-from tests.support.http import Answer, ClosedEarly, fetch, post
-from tests.support.mock_engine import MockEngine
+from support.http import Answer, ClosedEarlyError, fetch, post
+from support.mock_engine import MockEngine
 
 ROOT = Path(__file__).resolve().parents[2]
 # Counters that must be zero whenever nothing is going on; idle kept connections are allowed to stay.
 AT_REST = ("in_flight", "queued", "leases", "client_connections", "worker_connections_busy", "calls")
 
 
-def settings_for(*engines: MockEngine, slots: int = 32, models: Any = ("m",), **sections: Any) -> dict[str, Any]:
+def settings_for(
+    *engines: MockEngine, slots: int = 32, models: Any = ("m",), **sections: Any
+) -> dict[str, Any]:
     """Settings with one worker per engine; a section given replaces or extends the default one."""
     settings: dict[str, Any] = {
         "listen": {"host": "127.0.0.1", "port": 0},
@@ -69,8 +72,9 @@ class GatewayThread:
     """A gateway in this process, on a uvloop in its own thread."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        from evenflow.config import load
         from evenflow.gateway import Gateway
+
+        from evenflow.config import load
 
         loaded = load(str(write_settings(path, settings)), environ={}, overrides={})
         self._loop = uvloop.new_event_loop()
@@ -137,12 +141,20 @@ class GatewayProcess:
         write_settings(path, settings)
         self.stdout_path = path.with_suffix(".out")
         self.stderr_path = path.with_suffix(".err")
-        environ = {name: value for name, value in os.environ.items() if not name.startswith(("EVENFLOW_", "FASTCHAT_"))}
+        environ = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("EVENFLOW_", "FASTCHAT_"))
+        }
         with self.stdout_path.open("wb") as out, self.stderr_path.open("wb") as err:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "evenflow", "serve", "--config", str(path)],
-                stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=ROOT, env=environ,
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                cwd=ROOT,
+                env=environ,
+            )
         self.port = 0
         if ready:
             self.port = wait_until(self._listening, 15, f"listening: {self.stderr_path}")
@@ -193,7 +205,7 @@ def wait_ready(gateway: Running, seconds: float = 5.0) -> None:
 def status_of(gateway: Running, path: str) -> int:
     try:
         return fetch(gateway.port, "GET", path).status
-    except (ClosedEarly, OSError):
+    except (ClosedEarlyError, OSError):
         return 0
 
 
@@ -218,3 +230,8 @@ def metric(gateway: Running, name: str, *, key: str | None = None, **labels: str
 
 def log_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
+
+
+EngineMaker = Callable[..., MockEngine]
+GatewayMaker = Callable[..., GatewayThread]
+ProcessMaker = Callable[..., GatewayProcess]

@@ -1,7 +1,7 @@
 """A raw HTTP/1.1 client for tests: bytes out as given, answers in as they came, framing kept visible.
 
-`Client` is one blocking connection. `exchange` is one request on a connection of its own inside an event loop, for many
-at once. Neither retries, pools or follows anything.
+`Client` is one blocking connection. `exchange` is one request on a connection of its own inside an event loop, for
+many at once. Neither retries, pools or follows anything.
 """
 
 import asyncio
@@ -41,7 +41,8 @@ class Answer:
         """The OpenAI error object, its shape checked."""
         error = self.json["error"]
         assert set(error) >= {"message", "type", "param", "code"}, error
-        assert isinstance(error["message"], str) and error["message"], error
+        assert isinstance(error["message"], str), error
+        assert error["message"]
         assert isinstance(error["type"], str), error
         return dict(error)
 
@@ -50,7 +51,7 @@ class Answer:
         return [line[5:].strip() for line in self.body.splitlines() if line.startswith(b"data:")]
 
 
-class ClosedEarly(Exception):
+class ClosedEarlyError(Exception):
     """The peer ended the connection before a whole head had come."""
 
 
@@ -128,7 +129,7 @@ class Client:
     def _line(self) -> bytes:
         while b"\n" not in self.buffer:
             if not self._more():
-                raise ClosedEarly(bytes(self.buffer))
+                raise ClosedEarlyError(bytes(self.buffer))
         line, _, rest = bytes(self.buffer).partition(b"\n")
         self.buffer[:] = rest
         return line.rstrip(b"\r")
@@ -183,7 +184,7 @@ class Client:
                 self._take(2)
             self._line()
             answer.complete = True
-        except ClosedEarly:
+        except ClosedEarlyError:
             return
 
     def read_answer(self, *, head: bool = False) -> Answer:
@@ -202,7 +203,9 @@ class Client:
                 if lines:
                     yield b"\n".join(lines)
 
-    def request(self, method: str, path: str, body: Any = None, headers: Headers = (), **options: Any) -> Answer:
+    def request(
+        self, method: str, path: str, body: Any = None, headers: Headers = (), **options: Any
+    ) -> Answer:
         self.send(request_bytes(method, path, body, headers, **options))
         return self.read_answer(head=method == "HEAD")
 
@@ -226,7 +229,9 @@ class Client:
         return False
 
 
-def fetch(port: int, method: str, path: str, body: Any = None, headers: Headers = (), **options: Any) -> Answer:
+def fetch(
+    port: int, method: str, path: str, body: Any = None, headers: Headers = (), **options: Any
+) -> Answer:
     """One request on a connection of its own."""
     timeout_s = options.pop("timeout_s", 10.0)
     with Client(port, timeout_s=timeout_s) as client:
@@ -252,10 +257,12 @@ def parse_answer(data: bytes) -> Answer:
     """A whole answer out of a connection's bytes."""
     head, found, rest = data.partition(b"\r\n\r\n")
     if not found:
-        raise ClosedEarly(data[:200])
+        raise ClosedEarlyError(data[:200])
     status_line, *lines = head.decode("latin-1").split("\r\n")
     pairs = [line.partition(":") for line in lines]
-    answer = Answer(int(status_line.split(" ")[1]), "", [(name.lower(), value.strip()) for name, _, value in pairs])
+    answer = Answer(
+        int(status_line.split(" ")[1]), "", [(name.lower(), value.strip()) for name, _, value in pairs]
+    )
     if "chunked" not in (answer.header("transfer-encoding") or ""):
         length = answer.header("content-length")
         answer.body = rest if length is None else rest[: int(length)]

@@ -4,8 +4,8 @@ How one request is answered is a `Behaviour`. It is chosen, first match wins, by
     1. a marker in the request's body: `<<name>>` with `engine.named["name"]`,
     2. the next entry of `engine.script`,
     3. `engine.behaviour`.
-Every request is recorded with its raw head, its body and the times at which things happened to it, so that a test can
-say what reached the engine and when the gateway let go of it. It never decides anything by chance.
+Every request is recorded with its raw head, its body and the times at which things happened to it, so that a test
+can say what reached the engine and when the gateway let go of it. It never decides anything by chance.
 """
 
 import asyncio
@@ -21,8 +21,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 MARKER = re.compile(rb"<<(\w+)>>")
-REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 429: "Too Many Requests",
-           500: "Internal Server Error", 502: "Bad Gateway", 503: "Service Unavailable"}  # fmt: skip
+REASONS = {
+    200: "OK",
+    400: "Bad Request",
+    401: "Unauthorized",
+    404: "Not Found",
+    429: "Too Many Requests",
+    500: "Internal Server Error",
+    502: "Bad Gateway",
+    503: "Service Unavailable",
+}
 FOREVER_S = 3600.0
 
 
@@ -66,7 +74,9 @@ class Behaviour:
     reset: bool = False
     # Writes an error event after so many events and goes on as `after_error` says: done, close or go_on.
     error_after: int | None = None
-    error_event: bytes = b'{"error":{"message":"engine failed","type":"server_error","param":null,"code":500}}'
+    error_event: bytes = (
+        b'{"error":{"message":"engine failed","type":"server_error","param":null,"code":500}}'
+    )
     after_error: str = "done"
     # The usage chunk of a stream: asked (vLLM's way), always, no_choices (always, without the member), never.
     usage: str = "asked"
@@ -120,7 +130,7 @@ class Received:
 
 
 class MockEngine:
-    """One engine on 127.0.0.1 with a port of the kernel's choice. `start` and `stop` may repeat; the port stays."""
+    """One engine on a port of the kernel's choice. `start` and `stop` may repeat; the port stays."""
 
     def __init__(self, models: tuple[str, ...] = ("m",), name: str = "mock") -> None:
         self.models = models
@@ -170,7 +180,9 @@ class MockEngine:
         self.port = listener.getsockname()[1]
         self._listener = listener
         started = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(started,), name=f"mock-{self.port}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(started,), name=f"mock-{self.port}", daemon=True
+        )
         self._thread.start()
         assert started.wait(5)
         return self
@@ -410,14 +422,18 @@ class Connection(asyncio.Protocol):
         status, body = 200, b""
         path = received.path.split("?")[0]
         if path == "/v1/models":
-            models = [{"id": m, "object": "model", "created": 1, "owned_by": "mock"} for m in self.engine.models]
+            models = [
+                {"id": m, "object": "model", "created": 1, "owned_by": "mock"} for m in self.engine.models
+            ]
             body = dump({"object": "list", "data": models})
         elif path == "/health":
             status = 200 if self.engine.healthy else 503
         else:
             status, body = 404, b'{"detail":"Not Found"}'
-        self.transport.write(head_bytes(status, [("content-type", "application/json"),
-                                                 ("content-length", str(len(body)))]) + body)  # fmt: skip
+        self.transport.write(
+            head_bytes(status, [("content-type", "application/json"), ("content-length", str(len(body)))])
+            + body
+        )
         received.finished_s = time.monotonic()
         return True
 
@@ -456,7 +472,9 @@ class Connection(asyncio.Protocol):
     async def write_whole(self, b: Behaviour, received: Received, body: bytes) -> bool:
         headers = [("content-type", b.content_type or "application/json"), *b.headers]
         if not b.http10:
-            headers.append(("content-length", str(len(body) if b.content_length is None else b.content_length)))
+            headers.append(
+                ("content-length", str(len(body) if b.content_length is None else b.content_length))
+            )
         await self.write(b, received, head_bytes(b.status, headers, b.http10) + body)
         if b.content_length is not None and b.content_length > len(body):
             return self.hang_up(b)
@@ -465,7 +483,11 @@ class Connection(asyncio.Protocol):
 
     async def stream(self, b: Behaviour, received: Received, asked: dict[str, Any]) -> bool:
         framing = [] if b.http10 else [("transfer-encoding", "chunked")]
-        headers = [("content-type", b.content_type or "text/event-stream; charset=utf-8"), *framing, *b.headers]
+        headers = [
+            ("content-type", b.content_type or "text/event-stream; charset=utf-8"),
+            *framing,
+            *b.headers,
+        ]
         await self.write(b, received, head_bytes(b.status, headers, b.http10))
         if b.first_delay_s:
             await asyncio.sleep(b.first_delay_s)
@@ -523,7 +545,10 @@ def dump(value: Any) -> bytes:
 
 def head_bytes(status: int, headers: list[tuple[str, str]], http10: bool = False) -> bytes:
     version = "HTTP/1.0" if http10 else "HTTP/1.1"
-    lines = [f"{version} {status} {REASONS.get(status, 'Status')}", *(f"{name}: {value}" for name, value in headers)]
+    lines = [
+        f"{version} {status} {REASONS.get(status, 'Status')}",
+        *(f"{name}: {value}" for name, value in headers),
+    ]
     return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
 
@@ -558,11 +583,17 @@ def token_count(b: Behaviour, asked: dict[str, Any]) -> int:
 
 
 def usage_for(b: Behaviour, asked: dict[str, Any]) -> dict[str, Any]:
-    input_tokens = b.input_tokens if b.input_tokens is not None else sum(words_in(p) for p in prompts_of(asked))
+    input_tokens = (
+        b.input_tokens if b.input_tokens is not None else sum(words_in(p) for p in prompts_of(asked))
+    )
     output = token_count(b, asked) * len(prompts_of(asked)) * int(asked.get("n") or 1)
     details = {"cached_tokens": b.cached_tokens} if b.cached_tokens else None
-    return {"prompt_tokens": input_tokens, "total_tokens": input_tokens + output, "completion_tokens": output,
-            "prompt_tokens_details": details}  # fmt: skip
+    return {
+        "prompt_tokens": input_tokens,
+        "total_tokens": input_tokens + output,
+        "completion_tokens": output,
+        "prompt_tokens_details": details,
+    }
 
 
 def whole_body(b: Behaviour, path: str, asked: dict[str, Any], engine: MockEngine) -> bytes:
@@ -570,35 +601,115 @@ def whole_body(b: Behaviour, path: str, asked: dict[str, Any], engine: MockEngin
     text = " ".join(f"{b.token}{i}" for i in range(token_count(b, asked)))
     usage = usage_for(b, asked)
     if b.status != 200:
-        return dump({"object": "error", "message": "mock error", "type": "BadRequestError", "param": None,
-                     "code": b.status})  # fmt: skip
+        return dump(
+            {
+                "object": "error",
+                "message": "mock error",
+                "type": "BadRequestError",
+                "param": None,
+                "code": b.status,
+            }
+        )
     choices = range(len(prompts_of(asked)) * int(asked.get("n") or 1))
     if path.startswith("/v1/chat/completions"):
-        return dump({"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": model, "choices": [
-            {"index": i, "message": {"role": "assistant", "content": text, "tool_calls": []}, "logprobs": None,
-             "finish_reason": "stop", "stop_reason": None} for i in choices], "usage": usage,
-             "prompt_logprobs": None})  # fmt: skip
+        return dump(
+            {
+                "id": "chatcmpl-1",
+                "object": "chat.completion",
+                "created": 1,
+                "model": model,
+                "choices": [
+                    {
+                        "index": i,
+                        "message": {"role": "assistant", "content": text, "tool_calls": []},
+                        "logprobs": None,
+                        "finish_reason": "stop",
+                        "stop_reason": None,
+                    }
+                    for i in choices
+                ],
+                "usage": usage,
+                "prompt_logprobs": None,
+            }
+        )
     if path.startswith("/v1/completions"):
-        return dump({"id": "cmpl-1", "object": "text_completion", "created": 1, "model": model, "choices": [
-            {"index": i, "text": text, "logprobs": None, "finish_reason": "length", "stop_reason": None}
-            for i in choices], "usage": usage})  # fmt: skip
+        return dump(
+            {
+                "id": "cmpl-1",
+                "object": "text_completion",
+                "created": 1,
+                "model": model,
+                "choices": [
+                    {
+                        "index": i,
+                        "text": text,
+                        "logprobs": None,
+                        "finish_reason": "length",
+                        "stop_reason": None,
+                    }
+                    for i in choices
+                ],
+                "usage": usage,
+            }
+        )
     if path.startswith("/v1/embeddings"):
-        data = [{"index": i, "object": "embedding", "embedding": [0.25, -0.5]} for i in range(len(prompts_of(asked)))]
+        data = [
+            {"index": i, "object": "embedding", "embedding": [0.25, -0.5]}
+            for i in range(len(prompts_of(asked)))
+        ]
         usage = {**usage, "completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
-        return dump({"id": "embd-1", "object": "list", "created": 1, "model": model, "data": data, "usage": usage})
+        return dump(
+            {"id": "embd-1", "object": "list", "created": 1, "model": model, "data": data, "usage": usage}
+        )
     if path.startswith("/v1/responses"):
-        return dump({"id": "resp_1", "object": "response", "created_at": 1, "status": "completed", "model": model,
-                     "output": [{"type": "message", "id": "msg_1", "role": "assistant", "status": "completed",
-                                 "content": [{"type": "output_text", "text": text, "annotations": []}]}],
-                     "usage": {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
-                               "total_tokens": usage["total_tokens"]}})  # fmt: skip
+        return dump(
+            {
+                "id": "resp_1",
+                "object": "response",
+                "created_at": 1,
+                "status": "completed",
+                "model": model,
+                "output": [
+                    {
+                        "type": "message",
+                        "id": "msg_1",
+                        "role": "assistant",
+                        "status": "completed",
+                        "content": [{"type": "output_text", "text": text, "annotations": []}],
+                    }
+                ],
+                "usage": {
+                    "input_tokens": usage["prompt_tokens"],
+                    "output_tokens": usage["completion_tokens"],
+                    "total_tokens": usage["total_tokens"],
+                },
+            }
+        )
     if path.startswith("/v1/messages"):
-        return dump({"id": "msg_1", "type": "message", "role": "assistant", "model": model,
-                     "content": [{"type": "text", "text": text}], "stop_reason": "end_turn",
-                     "usage": {"input_tokens": usage["prompt_tokens"],
-                               "output_tokens": usage["completion_tokens"]}})  # fmt: skip
-    return dump({"id": "other-1", "object": "list", "model": model, "data": [], "results": [],
-                 "usage": {"prompt_tokens": usage["prompt_tokens"], "total_tokens": usage["prompt_tokens"]}})  # fmt: skip
+        return dump(
+            {
+                "id": "msg_1",
+                "type": "message",
+                "role": "assistant",
+                "model": model,
+                "content": [{"type": "text", "text": text}],
+                "stop_reason": "end_turn",
+                "usage": {
+                    "input_tokens": usage["prompt_tokens"],
+                    "output_tokens": usage["completion_tokens"],
+                },
+            }
+        )
+    return dump(
+        {
+            "id": "other-1",
+            "object": "list",
+            "model": model,
+            "data": [],
+            "results": [],
+            "usage": {"prompt_tokens": usage["prompt_tokens"], "total_tokens": usage["prompt_tokens"]},
+        }
+    )
 
 
 def generated_events(b: Behaviour, path: str, asked: dict[str, Any], engine: MockEngine) -> Iterator[bytes]:
@@ -611,14 +722,23 @@ def generated_payloads(b: Behaviour, path: str, asked: dict[str, Any], engine: M
     chat = path.startswith("/v1/chat/")
     model = asked.get("model", engine.models[0])
     choices = range(len(prompts_of(asked)) * int(asked.get("n") or 1))
-    frame = {"id": "chatcmpl-1" if chat else "cmpl-1",
-             "object": "chat.completion.chunk" if chat else "text_completion", "created": 1, "model": model}  # fmt: skip
+    frame = {
+        "id": "chatcmpl-1" if chat else "cmpl-1",
+        "object": "chat.completion.chunk" if chat else "text_completion",
+        "created": 1,
+        "model": model,
+    }
 
     def chunk(index: int, delta: Any, finish: str | None = None) -> bytes:
         if chat:
             choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
         else:
-            choice = {"index": index, "text": delta.get("content", ""), "logprobs": None, "finish_reason": finish}
+            choice = {
+                "index": index,
+                "text": delta.get("content", ""),
+                "logprobs": None,
+                "finish_reason": finish,
+            }
         return dump({**frame, "choices": [choice]})
 
     if chat:
@@ -651,7 +771,7 @@ class Unconnectable:
             filler.setblocking(False)
             filler.connect_ex(self.listener.getsockname())
             self.fillers.append(filler)
-        return "http://127.0.0.1:%d" % self.listener.getsockname()[1]
+        return f"http://127.0.0.1:{self.listener.getsockname()[1]}"
 
     def stop(self) -> None:
         for sock in (self.listener, *self.fillers):
