@@ -1,7 +1,7 @@
 """A running gateway for tests: in this process in a thread of its own, or as a process of its own.
 
-Both start from a dictionary that is written as YAML and read like a user's file. The process is for what a thread
-can not show: signals, descriptors, memory and logs.
+Both start from a dictionary that is written as YAML and read like a user's file. The process is for what
+a thread can not show: signals, descriptors, memory and logs.
 """
 
 import asyncio

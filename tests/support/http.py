@@ -1,7 +1,7 @@
 """A raw HTTP/1.1 client for tests: bytes out as given, answers in as they came, framing kept visible.
 
-`Client` is one blocking connection. `exchange` is one request on a connection of its own inside an event loop, for
-many at once. Neither retries, pools or follows anything.
+`Client` is one blocking connection. `exchange` is one request on a connection of its own inside an event loop,
+for many at once. Neither retries, pools or follows anything.
 """
 
 import asyncio
@@ -126,7 +126,7 @@ class Client:
         self.buffer += data
         return bool(data)
 
-    def _line(self) -> bytes:
+    def read_line(self) -> bytes:
         while b"\n" not in self.buffer:
             if not self._more():
                 raise ClosedEarlyError(bytes(self.buffer))
@@ -137,10 +137,10 @@ class Client:
     def read_head(self) -> Answer:
         informational: list[int] = []
         while True:
-            _, status, *reason = self._line().decode("latin-1").split(" ", 2)
+            _, status, *reason = self.read_line().decode("latin-1").split(" ", 2)
             answer = Answer(int(status), "".join(reason), [], informational=informational)
             answer.first_byte_s = time.monotonic()
-            while line := self._line().decode("latin-1"):
+            while line := self.read_line().decode("latin-1"):
                 name, _, value = line.partition(":")
                 answer.headers.append((name.lower(), value.strip()))
             if answer.status >= 200:
@@ -176,13 +176,13 @@ class Client:
 
     def _chunks(self, answer: Answer) -> Iterator[bytes]:
         try:
-            while size := int(self._line(), 16):
+            while size := int(self.read_line(), 16):
                 while len(self.buffer) < size + 2:
                     if not self._more():
                         return
                 yield self._take(size)
                 self._take(2)
-            self._line()
+            self.read_line()
             answer.complete = True
         except ClosedEarlyError:
             return

@@ -4,8 +4,8 @@ How one request is answered is a `Behaviour`. It is chosen, first match wins, by
     1. a marker in the request's body: `<<name>>` with `engine.named["name"]`,
     2. the next entry of `engine.script`,
     3. `engine.behaviour`.
-Every request is recorded with its raw head, its body and the times at which things happened to it, so that a test
-can say what reached the engine and when the gateway let go of it. It never decides anything by chance.
+Every request is recorded with its raw head, its body and the times at which things happened to it, so that a
+test can say what reached the engine and when the gateway let go of it. It never decides anything by chance.
 """
 
 import asyncio
@@ -515,13 +515,13 @@ class Connection(asyncio.Protocol):
         return not b.http10
 
     async def write_event(self, b: Behaviour, received: Received, event: bytes) -> None:
-        step = b.chunk_bytes or len(event)
+        step = b.chunk_bytes or len(event) or 1
         for start in range(0, len(event), step):
             piece = event[start : start + step]
             await self.write(b, received, piece if b.http10 else b"%x\r\n%b\r\n" % (len(piece), piece))
 
     async def write(self, b: Behaviour, received: Received, data: bytes) -> None:
-        step = b.write_bytes or len(data)
+        step = b.write_bytes or len(data) or 1
         for start in range(0, len(data), step):
             piece = data[start : start + step]
             self.transport.write(piece)
