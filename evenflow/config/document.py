@@ -23,7 +23,7 @@ _REFERENCE = re.compile(r"\$(\$?)\{([^{}]*)\}")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _NESTING_MAX = 32
 # Values in one document; aliases of aliases can multiply a short text beyond any memory.
-_VALUES_MAX = 2_000_000
+_VALUES_MAX = 500_000
 
 _STR, _INT, _FLOAT = "tag:yaml.org,2002:str", "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 _BOOL, _NULL = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:null"
@@ -60,6 +60,8 @@ class Document:
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[Location, Place] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    # Names of the variables that the text refers to.
+    referenced: set[str] = field(default_factory=set)
 
 
 def plain_value(text: str) -> Any:
@@ -130,7 +132,10 @@ def parse_document(document: Document, text: str, environ: Mapping[str, str]) ->
         return _refused(
             document, node.start_mark.line + 1, "must be a mapping of options, such as `workers: [...]`"
         )
-    document.values = _Reader(document, environ).value(node, ())
+    try:
+        document.values = _Reader(document, environ).value(node, ())
+    except _TooLarge:
+        return _refused(document, 0, "is nested too deeply, or too large; does an alias repeat itself?")
     return document
 
 
@@ -150,6 +155,10 @@ for _tag, _pattern, _firsts in _CORE_SCHEMA:
         _CoreLoader.yaml_implicit_resolvers.setdefault(_first, []).append((_tag, _pattern))
 
 
+class _TooLarge(Exception):
+    """A document beyond its bounds."""
+
+
 class _Reader:
     """Walks the nodes of one document once."""
 
@@ -166,8 +175,7 @@ class _Reader:
         self.document.places.setdefault(location, Place(self.document.file, line))
         self.values_left -= 1
         if len(location) > _NESTING_MAX or self.values_left < 0:
-            self._problem(line, location[:2], "is nested too deeply, or too large")
-            return None
+            raise _TooLarge
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, location)
         if isinstance(node, yaml.SequenceNode):
@@ -208,6 +216,7 @@ class _Reader:
     def _expanded(self, text: str, location: Location, line: int) -> str:
         def replacement(match: re.Match[str]) -> str:
             escaped, name = match.groups()
+            self.document.referenced.add(name)
             if escaped:
                 return f"${{{name}}}"
             if not _NAME.fullmatch(name):

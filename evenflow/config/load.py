@@ -7,12 +7,13 @@ those in the file. Reads the file and the environment it is given; changes nothi
 import difflib
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
 
 from evenflow.config import checks
-from evenflow.config.document import Document, Location, Place, Written, plain_value, read_document
+from evenflow.config.document import Document, Location, Place, Written, dotted, plain_value, read_document
 from evenflow.config.options import ENVIRONMENT_PREFIX, environment_options, field_at, fields_at, model_in
 from evenflow.config.problems import ConfigErrors, Problem, did_you_mean
 from evenflow.config.settings import Settings
@@ -56,11 +57,12 @@ def _drop_empty_groups(document: Document) -> None:
 
 
 def _overlay_environment(document: Document, environ: Mapping[str, str]) -> None:
-    known: set[str] = set()
+    # A variable that the file refers to is meant, whatever its name.
+    known = set(document.referenced)
     for option in environment_options():
         for variable in option.variables:
             known.add(variable)
-            if variable in environ:
+            if environ.get(variable):
                 _set(
                     document,
                     option.location,
@@ -69,11 +71,8 @@ def _overlay_environment(document: Document, environ: Mapping[str, str]) -> None
                 )
     groups = tuple(f"{ENVIRONMENT_PREFIX}{name.upper()}_" for name in Settings.model_fields)
     for variable in environ:
-        if (
-            variable in known
-            or not variable.startswith(ENVIRONMENT_PREFIX)
-            or _NOT_OPTIONS.fullmatch(variable)
-        ):
+        is_ours = variable.startswith(ENVIRONMENT_PREFIX) and not _NOT_OPTIONS.fullmatch(variable)
+        if variable in known or not is_ours:
             continue
         near = difflib.get_close_matches(variable, known, n=1, cutoff=0.8)
         if near or variable.startswith(groups):
@@ -82,15 +81,10 @@ def _overlay_environment(document: Document, environ: Mapping[str, str]) -> None
 
 
 def _overlay_command_line(document: Document, overrides: Mapping[str, Any]) -> None:
+    flags = {option.key: option.flag for option in environment_options()}
     for key, value in overrides.items():
-        location: Location = tuple(key.split("."))
-        flag = "--worker" if key == "workers" else f"--{location[-1]}"
-        _set(
-            document,
-            location,
-            Written(value) if isinstance(value, str) else value,
-            Place("command line", label=flag),
-        )
+        text = Written(value) if isinstance(value, str) else value
+        _set(document, tuple(key.split(".")), text, Place("command line", label=flags.get(key, "")))
 
 
 def _set(document: Document, location: Location, value: Any, place: Place) -> None:
@@ -131,6 +125,8 @@ def _validated(document: Document) -> Settings | None:
         for error in errors.errors(include_url=False):
             location = tuple(part for part in error["loc"] if part != "[key]")
             problem = checks.problem_at(document, location, _message(error, location))
+            if error["type"] == "extra_forbidden":
+                problem = replace(problem, key=_unknown_key(location))
             # A variable that is not set leaves a text that is wrong too: one mistake, one line.
             # And a list whose items are wrong counts as too short.
             if problem.key not in told and not (error["type"] == "too_short" and error["input"]):
@@ -153,6 +149,13 @@ def _message(error: Any, location: Location) -> str:
     if kind in _MEANINGS:
         return f"{_MEANINGS[kind]}{_shown(error['input'], location)}"
     return f"{error['msg'][:1].lower()}{error['msg'][1:]}"
+
+
+def _unknown_key(location: Location) -> str:
+    """The dotted key of an option that does not exist, cut short where its name may be somebody's key."""
+    name = str(location[-1])
+    is_harmless = re.fullmatch(r"[A-Za-z_-]{1,32}", name) and not name.startswith("sk-")
+    return dotted((*location[:-1], name if is_harmless else f"{name[:3]}…"))
 
 
 _BOUNDS = {

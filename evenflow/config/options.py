@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from evenflow.config.document import Location
+from evenflow.config.document import Location, dotted
 from evenflow.config.settings import Settings
 
 ENVIRONMENT_PREFIX = "EVENFLOW_"
@@ -26,6 +26,20 @@ class Option:
     location: Location
     field: FieldInfo
     variables: tuple[str, ...]
+    # "" for an option that has no flag.
+    flag: str
+
+    @property
+    def key(self) -> str:
+        return dotted(self.location)
+
+    @property
+    def is_list(self) -> bool:
+        return is_list(self.field)
+
+    @property
+    def metavar(self) -> str:
+        return str(_extra(self.field).get("metavar", self.location[-1])).upper()
 
 
 def model_in(annotation: Any) -> type[BaseModel] | None:
@@ -74,8 +88,12 @@ def _options(model: type[BaseModel], above: Location) -> Iterator[Option]:
         inner = model_in(field.annotation)
         if inner is None or location == ("workers",):
             ours = ENVIRONMENT_PREFIX + "_".join(map(str, location)).upper()
-            extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+            extra = _extra(field)
             others = [str(extra["environment"])] if "environment" in extra else []
-            yield Option(location, field, (*others, ours))
+            yield Option(location, field, (*others, ours), str(extra.get("flag", "")))
         elif not is_list(field):
             yield from _options(inner, location)
+
+
+def _extra(field: FieldInfo) -> dict[str, Any]:
+    return field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}

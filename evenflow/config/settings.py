@@ -159,9 +159,16 @@ class ListenSettings(_Group):
     """Where the gateway listens, and how it stops."""
 
     host: Text = Field(
-        default="127.0.0.1", min_length=1, description="Address to listen on; 0.0.0.0 for every one."
+        default="127.0.0.1",
+        min_length=1,
+        description="Address to listen on; 0.0.0.0 for every one.",
+        json_schema_extra={"flag": "--host"},
     )
-    port: Port = Field(default=8000, description="Port to listen on; 0 takes a free one and prints it.")
+    port: Port = Field(
+        default=8000,
+        description="Port to listen on; 0 takes a free one and prints it.",
+        json_schema_extra={"flag": "--port"},
+    )
     header_bytes: Count = Field(
         default=65536,
         ge=1024,
@@ -188,12 +195,12 @@ class AuthSettings(_Group):
         default=(),
         repr=False,
         description="Keys for the admin API, the dashboard and /metrics; without one these answer on "
-        "loopback only. Each plain or as sha256:<hex>.",
+        "loopback only. Each plain or as `sha256:<hex>`.",
     )
     worker_token: KeyDigest | None = Field(
         default=None,
         repr=False,
-        description="Token asked of workers that register themselves, plain or as sha256:<hex>.",
+        description="Token asked of workers that register themselves, plain or as `sha256:<hex>`.",
     )
 
 
@@ -215,7 +222,7 @@ class WorkerSettings(_Group):
     slots: Slots = Field(
         default=DEFAULT_SLOTS,
         description="Sequences that it runs at once; the rest wait here, where they are scheduled. "
-        f"auto starts at {DEFAULT_SLOTS}.",
+        f"`auto` starts at {DEFAULT_SLOTS}.",
     )
     speed: Weight = Field(
         default=1.0, description="Speed relative to the other workers; 2 is twice as fast as 1."
@@ -316,7 +323,7 @@ class TenantSettings(_Group):
         default=DEFAULT_WEIGHT, description="Share against the other tenants of its group."
     )
     keys: Annotated[tuple[KeyDigest, ...], _AsTuple] = Field(
-        default=(), repr=False, description="Its API keys, each plain or as sha256:<hex>."
+        default=(), repr=False, description="Its API keys, each plain or as `sha256:<hex>`."
     )
     limits: TenantLimits = Field(default=TenantLimits(), description="Limits of this tenant.")
 
@@ -400,7 +407,9 @@ class Settings(_Group):
     )
     auth: AuthSettings = Field(default=AuthSettings(), description="Who may call.")
     workers: Annotated[tuple[WorkerSettings, ...], _AsTuple] = Field(
-        default=(), description="Engines that answer requests."
+        default=(),
+        description="URL of an engine that answers requests; may repeat.",
+        json_schema_extra={"flag": "--worker", "metavar": "url"},
     )
     scheduling: SchedulingSettings = Field(
         default=SchedulingSettings(), description="Who goes first, and to which worker."
