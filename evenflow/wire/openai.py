@@ -8,8 +8,8 @@ Never does I/O, never keeps a body.
 
 How validity is assured: msgspec checks the whole text, skipped values and `Raw` included (literals, numbers,
 escapes, surrogate pairs, control characters, nesting, what follows the end). Two things it does not see in
-skipped values: UTF-8, which is checked here before; and numbers too large for a double, which are refused in the
-number fields that are declared here and pass elsewhere.
+skipped values: UTF-8, which is checked here before; and numbers too large for a double, which are refused in
+the number fields that are declared here and pass elsewhere.
 """
 
 import re
@@ -135,6 +135,7 @@ class _Body(Struct, gc=False):
     repetition_penalty: float | None = None
     length_penalty: float | None = None
     min_tokens: float | None = None
+    logprobs: float | bool | None = None
     top_logprobs: float | None = None
     priority: float | None = None
 
@@ -170,17 +171,6 @@ class _MessagesBody(_Body, gc=False):
     messages: list[_Message] | None = None
     max_tokens: int | None = None
 
-
-class _OtherBody(_Body, gc=False):
-    pass
-
-
-_chat_body = msgspec.json.Decoder(_ChatBody)
-_completions_body = msgspec.json.Decoder(_CompletionsBody)
-_embeddings_body = msgspec.json.Decoder(_EmbeddingsBody)
-_responses_body = msgspec.json.Decoder(_ResponsesBody)
-_messages_body = msgspec.json.Decoder(_MessagesBody)
-_other_body = msgspec.json.Decoder(_OtherBody)
 
 _prompt_list = msgspec.json.Decoder(list[str | int | list[int]])
 _input_list = msgspec.json.Decoder(list[str | int | list[int] | _Message])
@@ -230,8 +220,9 @@ def parse_request(route: Route, body: bytes, n_max: int) -> Request:
     """
     if not body.isascii():
         _check_utf8(body)
+    decoder, read = _READERS[route.kind]
     try:
-        request = _READERS[route.kind](body, n_max)
+        fields = decoder.decode(body)
         names = _top_level_names(body)
     except msgspec.ValidationError as error:
         raise _wrong_type(error, n_max) from None
@@ -241,62 +232,60 @@ def parse_request(route: Route, body: bytes, n_max: int) -> Request:
         raise _too_deep() from None
     if len(names) != len(set(names)):
         _refuse_duplicates(names, _DECIDING)
-    if not request.model and not route.model_optional:
+    if not fields.model and not route.model_optional:
         raise _wrong("model", "missing or empty", n_max)
-    return request
+    return read(fields, len(body), n_max)
 
 
-def _read_chat(body: bytes, n_max: int) -> Request:
-    fields = _chat_body.decode(body)
+def _read_chat(fields: _ChatBody, body_bytes: int, n_max: int) -> Request:
     if not fields.messages:
         raise _wrong("messages", "missing or empty", n_max)
-    return _sampled_request(fields, n_max, 1, len(body))
+    return _sampled_request(fields, n_max, 1, body_bytes)
 
 
-def _read_completions(body: bytes, n_max: int) -> Request:
-    fields = _completions_body.decode(body)
+def _read_completions(fields: _CompletionsBody, body_bytes: int, n_max: int) -> Request:
     prompt = fields.prompt
     if prompt is UNSET or prompt == b"null":
+        # vLLM takes embeddings in the place of a prompt.
         if fields.prompt_embeds is UNSET:
             raise _wrong("prompt", "missing", n_max)
-        return _sampled_request(fields, n_max, 1, len(body))
+        return _sampled_request(fields, n_max, 1, body_bytes)
     prompts, tokens = _prompts(prompt, "prompt", _prompt_list, n_max)
-    return _sampled_request(fields, n_max, prompts, tokens * TOKEN_BYTES or len(body))
+    return _sampled_request(fields, n_max, prompts, tokens * TOKEN_BYTES or body_bytes)
 
 
-def _read_embeddings(body: bytes, n_max: int) -> Request:
-    fields = _embeddings_body.decode(body)
+def _read_embeddings(fields: _EmbeddingsBody, body_bytes: int, n_max: int) -> Request:
     prompts, tokens = 1, 0
     if fields.input is not UNSET:
         prompts, tokens = _prompts(fields.input, "input", _input_list, n_max)
     elif not fields.messages:
+        # vLLM embeds chats too.
         raise _wrong("input", "missing", n_max)
-    return _plain_request(fields, None, prompts, tokens * TOKEN_BYTES or len(body))
+    return _plain_request(fields, None, prompts, tokens * TOKEN_BYTES or body_bytes)
 
 
-def _read_responses(body: bytes, n_max: int) -> Request:
-    fields = _responses_body.decode(body)
-    return _plain_request(fields, _limit(fields.max_output_tokens, "max_output_tokens"), 1, len(body))
+def _read_responses(fields: _ResponsesBody, body_bytes: int, n_max: int) -> Request:
+    return _plain_request(fields, _limit(fields.max_output_tokens, "max_output_tokens"), 1, body_bytes)
 
 
-def _read_messages(body: bytes, n_max: int) -> Request:
-    fields = _messages_body.decode(body)
+def _read_messages(fields: _MessagesBody, body_bytes: int, n_max: int) -> Request:
     if not fields.messages:
         raise _wrong("messages", "missing or empty", n_max)
-    return _plain_request(fields, _limit(fields.max_tokens, "max_tokens"), 1, len(body))
+    return _plain_request(fields, _limit(fields.max_tokens, "max_tokens"), 1, body_bytes)
 
 
-def _read_other(body: bytes, n_max: int) -> Request:
-    return _plain_request(_other_body.decode(body), None, 1, len(body))
+def _read_other(fields: _Body, body_bytes: int, n_max: int) -> Request:
+    return _plain_request(fields, None, 1, body_bytes)
 
 
-_READERS: dict[str, Callable[[bytes, int], Request]] = {
-    "chat": _read_chat,
-    "completions": _read_completions,
-    "embeddings": _read_embeddings,
-    "responses": _read_responses,
-    "messages": _read_messages,
-    "other": _read_other,
+# One line per kind of body: how it is decoded, and how its fields become a Request.
+_READERS: dict[str, tuple["msgspec.json.Decoder[Any]", Callable[[Any, int, int], Request]]] = {
+    "chat": (msgspec.json.Decoder(_ChatBody), _read_chat),
+    "completions": (msgspec.json.Decoder(_CompletionsBody), _read_completions),
+    "embeddings": (msgspec.json.Decoder(_EmbeddingsBody), _read_embeddings),
+    "responses": (msgspec.json.Decoder(_ResponsesBody), _read_responses),
+    "messages": (msgspec.json.Decoder(_MessagesBody), _read_messages),
+    "other": (msgspec.json.Decoder(_Body), _read_other),
 }
 
 
@@ -362,6 +351,11 @@ def _check_seed(seed: int) -> None:
         raise _wrong("seed", "a larger one", 0)
 
 
+# A list of token ids, or of lists of them, is judged by its shape: digits as 0, no spaces.
+_LIST_OF_IDS = re.compile(rb"\[\s*[\[0-9]")
+_DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
+
+
 def _prompts(raw: Raw, name: str, decoder: "msgspec.json.Decoder[list[Any]]", n_max: int) -> tuple[int, int]:
     """How many prompts a `prompt` or `input` field holds, and how many token ids (0: it is text)."""
     view = memoryview(raw)
@@ -371,6 +365,31 @@ def _prompts(raw: Raw, name: str, decoder: "msgspec.json.Decoder[list[Any]]", n_
         return 1, 0
     if view[0] != 0x5B:
         raise _wrong(name, "of another type", n_max)
+    return _count_ids(raw) or _count_items(raw, name, decoder, n_max)
+
+
+def _count_ids(raw: Raw) -> tuple[int, int] | None:
+    """Prompts and ids of a sound list of ids, without making numbers of them; None when in any doubt."""
+    text = bytes(raw)
+    if not _LIST_OF_IDS.match(text):
+        return None
+    shape = text.translate(_DIGITS, b" \t\r\n")
+    brackets = shape.translate(None, b"0,")
+    prompts = brackets.count(b"[") - 1
+    if brackets != b"[" + b"[]" * prompts + b"]":
+        return None
+    # Not: ids of ten digits or more, numbers beside lists, empty lists.
+    if b"0000000000" in shape:
+        return None
+    if prompts and (b"0,[" in shape or b"],0" in shape or b"[]" in shape):
+        return None
+    return prompts or 1, shape.count(b",") + 1
+
+
+def _count_items(
+    raw: Raw, name: str, decoder: "msgspec.json.Decoder[list[Any]]", n_max: int
+) -> tuple[int, int]:
+    """The same for any list, or what is wrong with it."""
     try:
         items = decoder.decode(raw)
     except msgspec.ValidationError:
@@ -380,20 +399,20 @@ def _prompts(raw: Raw, name: str, decoder: "msgspec.json.Decoder[list[Any]]", n_
         raise _wrong(name, "a list of mixed types" if kinds else "an empty list", n_max)
     kind = kinds.pop()
     if kind is int:
-        _check_token_ids(items, name, n_max)
+        _check_token_ids(items, name)
         return 1, len(items)
     if kind is list:
         for ids in items:
             if not ids:
                 raise _wrong(name, "a list with an empty list inside", n_max)
-            _check_token_ids(ids, name, n_max)
+            _check_token_ids(ids, name)
         return len(items), sum(map(len, items))
     if kind is str and not all(items):
         raise _wrong(name, "a list with an empty string inside", n_max)
     return len(items), 0
 
 
-def _check_token_ids(ids: list[int], name: str, n_max: int) -> None:
+def _check_token_ids(ids: list[int], name: str) -> None:
     if min(ids) < 0 or max(ids) > TOKEN_ID_MAX:
         raise CallerError(
             f"'{name}' holds a token id below 0 or above {TOKEN_ID_MAX}; send ids of the model's tokenizer.",
@@ -426,7 +445,7 @@ def _shown(number: int) -> str:
     return str(number) if abs(number) < 10**15 else "far out of range"
 
 
-_WRONG_TYPE = re.compile(r"(?:got `(\w+)`|out of range).* at `\$\.?([a-z_0-9.]*)")
+_WRONG_TYPE = re.compile(r"(?:got `(\w+)`|out of range).* at `\$\.?([a-z_0-9.]*)(\[)?")
 
 
 def _wrong_type(error: msgspec.ValidationError, n_max: int) -> CallerError:
@@ -434,8 +453,9 @@ def _wrong_type(error: msgspec.ValidationError, n_max: int) -> CallerError:
     match = _WRONG_TYPE.search(str(error))
     if match is None:
         return CallerError("The body must be a JSON object, {...}.", param="body")
-    kind, name = match.groups()
-    return _wrong(name.rstrip("."), _KINDS.get(kind, "out of range"), n_max)
+    kind, name, inside = match.groups()
+    got = _KINDS.get(kind, "a number that is too large")
+    return _wrong(name, f"one with {got} inside" if inside else got, n_max)
 
 
 def _refuse_duplicates(names: Iterable[str], refused: Iterable[str]) -> None:
@@ -457,7 +477,9 @@ def _invalid_json(body: bytes, error: msgspec.DecodeError) -> CallerError:
     if not body.strip():
         return CallerError("The body is empty; send a JSON object.", param="body")
     place = int(match[2]) if match else len(body)
-    if body.startswith((b"NaN", b"Infinity"), place):
+    if body.startswith(b"\xef\xbb\xbf"):
+        reason = "it begins with a byte order mark; leave that out"
+    elif body.startswith((b"NaN", b"Infinity"), place):
         reason = "NaN and Infinity do not exist in JSON; send a finite number or leave the field out"
     elif _lone_surrogate_before(body, place):
         reason = "half of a surrogate pair (\\ud800 to \\udfff) stands alone; escape the whole character"
@@ -569,24 +591,32 @@ class _Member(Struct, gc=False):
     end: int
 
 
-def _members(body: bytes) -> list[_Member]:
-    """The places of all top-level fields. msgspec finds the values; only keys are looked at here."""
+def _top_level_values(body: bytes) -> list[tuple[str, Raw]]:
+    """The names and raw values of an object in order, duplicates included."""
     try:
-        values = _top_level.decode(body)
+        return [(key.name, value) for key, value in _top_level.decode(body).items()]
     except msgspec.ValidationError as error:
         raise _wrong_type(error, 0) from None
     except msgspec.DecodeError as error:
         raise _invalid_json(body, error) from None
     except RecursionError:
         raise _too_deep() from None
-    members = []
+
+
+def _places(body: bytes, values: list[tuple[str, Raw]], count: int) -> list[tuple[int, int, int]]:
+    """Of the first `count` fields: where the quote of the key is, where the value begins, and where it ends.
+
+    The values are known to their bytes, so that only keys are looked at.
+    """
+    places = []
     end = 0
-    for key, value in values.items():
+    for _, value in values[:count]:
         before = _BEFORE_VALUE.match(body, end)
         assert before is not None
-        end = before.end() + memoryview(value).nbytes
-        members.append(_Member(key.name, before.start(1), before.end(), end))
-    return members
+        value_start = before.end()
+        end = value_start + memoryview(value).nbytes
+        places.append((before.start(1), value_start, end))
+    return places
 
 
 def splice(body: bytes, edits: Mapping[str, bytes | None]) -> bytes:
@@ -594,37 +624,41 @@ def splice(body: bytes, edits: Mapping[str, bytes | None]) -> bytes:
 
     Every other byte stays. Raises CallerError when the body is not an object or has an edited field twice.
     """
-    members = _members(body)
-    names = [member.name for member in members]
+    values = _top_level_values(body)
+    found = [i for i, (name, _) in enumerate(values) if name in edits]
+    names = [values[i][0] for i in found]
     if len(set(names)) != len(names):
         _refuse_duplicates(names, edits)
-    pieces = []
+    # One field behind the last edited one, for the case that it is removed.
+    places = _places(body, values, found[-1] + 2 if found else 0)
+    pieces: list[bytes] = []
     copied = 0
-    kept = False
-    for place, member in enumerate(members):
-        value = edits.get(member.name, UNSET)
-        if value is None:
-            # With its comma: the one before it, or the one behind it while nothing before it is kept.
-            if kept:
-                pieces.append(body[copied : members[place - 1].end])
-                copied = member.end
-            else:
-                pieces.append(body[copied : member.start])
-                copied = members[place + 1].start if place + 1 < len(members) else member.end
-            continue
-        kept = True
-        if value is not UNSET:
-            pieces += (body[copied : member.value_start], value)
-            copied = member.end
+    removed = 0
+    for i in found:
+        start, value_start, end = places[i]
+        value = edits[values[i][0]]
+        if value is not None:
+            pieces += (body[copied:value_start], value)
+            copied = end
+        elif removed < i:
+            # A field before it stays: it goes with the comma in front of it.
+            pieces.append(body[copied : places[i - 1][2]])
+            copied = end
+            removed += 1
+        else:
+            # All before it went: it goes with the comma behind it.
+            pieces.append(body[copied:start])
+            copied = places[i + 1][0] if i + 1 < len(values) else end
+            removed += 1
     added = [
         msgspec.json.encode(name) + b":" + value
         for name, value in edits.items()
         if value is not None and name not in names
     ]
     if added:
-        end = members[-1].end if members else body.index(b"{") + 1
-        pieces += (body[copied:end], b"," if kept else b"", b",".join(added))
-        copied = end
+        brace = body.rindex(b"}")
+        pieces += (body[copied:brace], b"," if removed < len(values) else b"", b",".join(added))
+        copied = brace
     pieces.append(body[copied:])
     return b"".join(pieces)
 
@@ -639,7 +673,7 @@ def ask_for_usage(body: bytes, request: Request) -> bytes:
     if not request.stream_options_present:
         end = body.rindex(b"}")
         return b"%b,\"stream_options\":%b%b" % (body[:end], _USAGE_ASKED, body[end:])  # fmt: skip
-    options = next(body[m.value_start : m.end] for m in _members(body) if m.name == "stream_options")
+    options = next(bytes(value) for name, value in _top_level_values(body) if name == "stream_options")
     if options == b"null":
         asked = _USAGE_ASKED
     else:
@@ -651,6 +685,7 @@ def ask_for_usage(body: bytes, request: Request) -> bytes:
 # ----------------------------------------------------------------------------------------------------
 # Answers
 
+_NULL = Raw(b"null")
 _Count = Annotated[int, Meta(ge=0)]
 
 
@@ -690,8 +725,8 @@ _USAGE_OBJECT = re.compile(rb'"usage"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
 
 
 def usage_of(body: bytes) -> Usage | None:
-    """The usage of a whole answer; None when it has none that can be read."""
-    if len(body) > ANSWER_BYTES_DECODED:
+    """The usage of a whole answer, or of its tail; None when it has none that can be read."""
+    if len(body) > ANSWER_BYTES_DECODED or not body.startswith(b"{"):
         return _usage_near_end(body)
     return usage_in_event(body)
 
@@ -747,10 +782,10 @@ def _usage_near_end(body: bytes) -> Usage | None:
 
 class _UsageOnly(Struct, gc=False):
     usage: _Message | None = None
-    choices: Annotated[list[_Message], Meta(max_length=0)] | None = None
-    error: None = None
+    choices: list[_Message] | None = None
+    error: Raw = _NULL
     # Events of the Messages and Responses APIs have a type; what they say besides usage is not ours to hide.
-    type: None = None
+    type: Raw | UnsetType = UNSET
 
 
 _usage_only = msgspec.json.Decoder(_UsageOnly)
@@ -761,12 +796,12 @@ def is_usage_only(payload: bytes) -> bool:
     if b'"usage"' not in payload:
         return False
     try:
-        return _usage_only.decode(payload).usage is not None
+        chunk = _usage_only.decode(payload)
     except (msgspec.DecodeError, RecursionError):
         return False
-
-
-_NULL = Raw(b"null")
+    if chunk.usage is None or chunk.choices or chunk.type is not UNSET:
+        return False
+    return bytes(chunk.error) == b"null"
 
 
 class _Failed(Struct, gc=False):
@@ -890,27 +925,30 @@ class _Names(Struct, frozen=True):
     compact_shown: bytes
     spaced_shown: bytes
     pattern: "re.Pattern[bytes]"
+    shown: bytes
 
 
 @lru_cache(maxsize=4096)
 def _renaming(worker_name: bytes, shown: bytes) -> _Names:
-    text = worker_name.decode()
-    plain = msgspec.json.encode(text)
-    escaped = "".join(c if c.isascii() else _utf16_escapes(c) for c in plain.decode()).encode()
-    spellings = {re.escape(s).replace(b"/", rb"\\?/") for s in (plain, escaped)}
+    old = msgspec.json.encode(worker_name.decode())
     new = msgspec.json.encode(shown.decode())
+    spellings = b"".join(map(_spellings, worker_name.decode()))
     return _Names(
-        b'"model":' + plain,
-        b'"model": ' + plain,
-        b'"model":' + new,
-        b'"model": ' + new,
-        re.compile(rb'("model"\s*:\s*)(?:%b)' % b"|".join(sorted(spellings))),
+        compact=b'"model":' + old,
+        spaced=b'"model": ' + old,
+        compact_shown=b'"model":' + new,
+        spaced_shown=b'"model": ' + new,
+        pattern=re.compile(b'("model"\\s*:\\s*)"%b"' % spellings),
+        shown=new,
     )
 
 
-def _utf16_escapes(character: str) -> str:
-    units = character.encode("utf-16-be")
-    return "".join(f"\\u{units[i] << 8 | units[i + 1]:04x}" for i in range(0, len(units), 2))
+def _spellings(character: str) -> bytes:
+    """A pattern for every way to write a character in a JSON string."""
+    plain = re.escape(msgspec.json.encode(character)[1:-1])
+    units = character.encode("utf-16-be").hex()
+    escapes = b"".join(b"\\\\u(?i:%b)" % units[i : i + 4].encode() for i in range(0, len(units), 4))
+    return b"(?:%b|%b%b)" % (plain, escapes, b"|\\\\/" if character == "/" else b"")
 
 
 def rename_model(data: bytes, worker_name: bytes, shown: bytes) -> bytes:
@@ -925,4 +963,4 @@ def rename_model(data: bytes, worker_name: bytes, shown: bytes) -> bytes:
         return data.replace(names.spaced, names.spaced_shown)
     if b'"model"' not in data:
         return data
-    return names.pattern.sub(lambda match: match[1] + names.compact_shown[8:], data)
+    return names.pattern.sub(lambda match: match[1] + names.shown, data)

@@ -19,6 +19,7 @@ EVENT_BYTES_MAX = 1 << 20
 _BLANK_LINE = re.compile(rb"\n\n|[\n\r]\r\n?")
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_DATA_NAMES = (b"data", _BYTE_ORDER_MARK + b"data")
 _DATA_STARTS = (b"data:", _BYTE_ORDER_MARK + b"data:")
 
 
@@ -107,11 +108,16 @@ def payload(event: bytes) -> bytes | None:
 def count_events(block: bytes) -> int:
     """How many events of the block carry data; comments and keep-alives do not count."""
     starts = block.startswith(_DATA_STARTS)
-    if b"\r" not in block:
-        events = block.count(b"\n\ndata:") + starts
-        # Every data line begins an event of its own, which is how engines write: no need to split.
-        if events == block.count(b"\ndata") + starts:
-            return events
+    lines = block.count(b"\ndata:") + starts
+    with_cr = b"\r" in block
+    # Counting is enough unless there are data lines without a colon or lines that end with CR alone, and
+    # if each data line begins an event of its own.
+    if block.count(b"\ndata") + block.startswith(_DATA_NAMES) == lines and not (
+        with_cr and block.count(b"\r") != block.count(b"\r\n")
+    ):
+        blank = b"\n\r\ndata:" if with_cr else b"\n\ndata:"
+        if lines < 2 or block.count(blank) + starts == lines:
+            return lines
     return sum(payload(event) is not None for event in split_events(block))
 
 
