@@ -27,6 +27,8 @@ class Fault(Exception):
         self.param = param
         # Seconds after which trying again makes sense; becomes the Retry-After header.
         self.retry_after_s: float | None = None
+        # Methods that the path does take; becomes the Allow header of a 405.
+        self.allow: str | None = None
 
 
 class CallerError(Fault):

@@ -1,0 +1,235 @@
+"""The workers of this gateway and what they serve: the single owner of worker state.
+
+The prober reports what it saw, the relay reports what it met, and only this module turns either into a state. A model
+is served by a *lane*: the set of workers that have it. Models with the same workers share a lane object, and a lane
+object lives as long as its set of workers stays the same. Never opens a socket.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from enum import StrEnum
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from evenflow.config import WorkerSettings
+
+if TYPE_CHECKING:
+    from evenflow.request.place import Pool
+    from evenflow.request.relay import WorkerConnection
+
+log = logging.getLogger("evenflow.fleet")
+
+# Failures in a row of requests that had reached a worker, after which it is not chosen until a probe succeeds.
+FAILURES_MAX = 3
+# Probes that must fail in a row before a worker that answers requests is called suspect.
+PROBE_FAILURES_MAX = 2
+
+
+class State(StrEnum):
+    STARTING = "starting"  # not heard of yet
+    READY = "ready"
+    SUSPECT = "suspect"  # failed; not chosen until a probe succeeds
+    DRAINING = "draining"  # finishes what it runs, takes nothing new
+
+
+class Worker:
+    """One engine instance."""
+
+    __slots__ = (
+        "aliases",
+        "answered",
+        "base",
+        "busy",
+        "errors",
+        "failures",
+        "head",
+        "host",
+        "idle",
+        "in_flight",
+        "last_seen_s",
+        "live",
+        "models",
+        "models_given",
+        "name",
+        "name_line",
+        "port",
+        "probe_failures",
+        "reason",
+        "slots",
+        "speed",
+        "state",
+        "tls",
+        "url",
+        "wake_probe",
+        "work",
+    )
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self.name = settings.name
+        self.url = settings.url
+        split = urlsplit(settings.url)
+        self.tls = split.scheme == "https"
+        self.host = split.hostname or ""
+        self.port = split.port or (443 if self.tls else 80)
+        self.base = split.path.rstrip("/").removesuffix("/v1").encode("ascii")
+        # The constant part of every request head: the end of its first line, the host, our credential.
+        host = split.netloc.rpartition("@")[2].encode("idna" if not split.netloc.isascii() else "ascii")
+        self.head = b" HTTP/1.1\r\nhost: %s\r\ncontent-type: application/json\r\n" % host
+        if settings.api_key is not None:
+            self.head += b"authorization: Bearer %s\r\n" % settings.api_key.reveal().encode("utf-8")
+        self.name_line = b"x-evenflow-worker: %s\r\n" % self.name.encode("ascii", "replace")
+        self.models_given = settings.models is not None
+        self.models: frozenset[str] = frozenset(settings.models or ())
+        # Name that callers use → name that the worker knows.
+        self.aliases: dict[str, str] = dict(settings.aliases)
+        self.slots = settings.slots
+        self.speed = settings.speed
+        self.state = State.STARTING
+        # True when placement may choose it; follows `state`, kept apart since the hot path reads it.
+        self.live = False
+        # Why it is not ready, in words for `workers list`.
+        self.reason = "waiting for the first probe"
+        # Running sequences and their estimated cost; written by leases alone.
+        self.in_flight = 0
+        self.work = 0.0
+        self.last_seen_s = 0.0
+        self.failures = 0
+        self.probe_failures = 0
+        # Connections, the newest last; written by the relay.
+        self.idle: list[WorkerConnection] = []
+        self.busy: set[WorkerConnection] = set()
+        # Requests answered and failed since start, for metrics.
+        self.answered = 0
+        self.errors = 0
+        # Set by the prober: asks for a probe at once.
+        self.wake_probe: Callable[[], None] | None = None
+
+    def serves(self) -> Iterable[str]:
+        """Every name a caller may use for something this worker has."""
+        yield from self.models
+        for alias, model in self.aliases.items():
+            if not self.models or model in self.models:
+                yield alias
+
+
+class Lane:
+    """The workers that can run a call, and the pool it queues in."""
+
+    __slots__ = ("pool", "workers")
+
+    def __init__(self, workers: tuple[Worker, ...]) -> None:
+        self.workers = workers
+        # Set by the scheduler, which groups lanes that share workers.
+        self.pool: Pool
+
+    def has_live(self) -> bool:
+        return any(worker.live for worker in self.workers)
+
+
+class Registry:
+    """All workers by name, and the lane of every model."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, Worker] = {}
+        # Model or alias → its lane. Read on the hot path; replaced whole.
+        self.lanes: dict[str, Lane] = {}
+        # Called after `lanes` changed, and after a worker became live.
+        self.on_lanes_changed: Callable[[], None] = _nothing
+        self.on_live: Callable[[Worker], None] = _nothing_of
+        self.on_lost: Callable[[Worker], None] = _nothing_of
+
+    def add(self, worker: Worker) -> None:
+        self.workers[worker.name] = worker
+        self._rebuild()
+
+    def set_models(self, worker: Worker, models: frozenset[str]) -> None:
+        """Takes what the worker says it has."""
+        if models != worker.models:
+            worker.models = models
+            self._rebuild()
+
+    def knows_all(self) -> bool:
+        """False while a worker has not yet told its models, so that a model nobody lists may still turn up."""
+        return all(worker.models for worker in self.workers.values())
+
+    def any_live(self) -> bool:
+        return any(worker.live for worker in self.workers.values())
+
+    def model_names(self) -> list[str]:
+        """Sorted and unique; a model stays listed while its worker is down."""
+        return sorted(self.lanes)
+
+    # -- what was seen of a worker ------------------------------------------------------------------------------
+
+    def probe_succeeded(self, worker: Worker) -> None:
+        worker.last_seen_s = time.time()
+        worker.probe_failures = 0
+        if worker.state in (State.STARTING, State.SUSPECT):
+            worker.failures = 0
+            self._move(worker, State.READY, "")
+
+    def probe_failed(self, worker: Worker, reason: str) -> None:
+        worker.probe_failures += 1
+        if worker.state is State.STARTING or worker.probe_failures >= PROBE_FAILURES_MAX:
+            self._suspect(worker, reason)
+
+    def answered(self, worker: Worker) -> None:
+        """A request was answered, be it with a 4xx: the caller's mistakes say nothing of a worker."""
+        worker.answered += 1
+        worker.failures = 0
+
+    def unreachable(self, worker: Worker, reason: str) -> None:
+        """A connection was refused or broke before an answer."""
+        worker.errors += 1
+        self._suspect(worker, reason)
+
+    def failed(self, worker: Worker, reason: str) -> None:
+        """A request that had reached the worker failed there: a 5xx, a time-out, an answer cut short."""
+        worker.errors += 1
+        worker.failures += 1
+        if worker.failures >= FAILURES_MAX:
+            self._suspect(worker, reason)
+
+    def drain(self, worker: Worker) -> None:
+        self._move(worker, State.DRAINING, "drained by its operator")
+
+    def _suspect(self, worker: Worker, reason: str) -> None:
+        worker.reason = reason
+        if worker.state in (State.STARTING, State.READY):
+            self._move(worker, State.SUSPECT, reason)
+        if worker.wake_probe is not None:
+            worker.wake_probe()
+
+    def _move(self, worker: Worker, state: State, reason: str) -> None:
+        was_live, worker.live = worker.live, state is State.READY
+        log.info("worker %s: %s -> %s%s", worker.name, worker.state, state, f" ({reason})" if reason else "")
+        worker.state, worker.reason = state, reason
+        if worker.live and not was_live:
+            self.on_live(worker)
+        elif was_live and not worker.live:
+            self.on_lost(worker)
+
+    def _rebuild(self) -> None:
+        by_model: dict[str, list[Worker]] = {}
+        for worker in self.workers.values():
+            for model in worker.serves():
+                by_model.setdefault(model, []).append(worker)
+        kept = {lane.workers: lane for lane in self.lanes.values()}
+        lanes: dict[str, Lane] = {}
+        for model, workers in by_model.items():
+            key = tuple(workers)
+            lane = kept.get(key)
+            if lane is None:
+                lane = kept[key] = Lane(key)
+            lanes[model] = lane
+        self.lanes = lanes
+        self.on_lanes_changed()
+
+
+def _nothing() -> None:
+    return None
+
+
+def _nothing_of(worker: Worker) -> None:
+    return None

@@ -1,0 +1,72 @@
+"""What a request costs: guessed when it is dispatched, known when it has ended.
+
+Cost = uncached prompt tokens + 0.1 x cached prompt tokens + 2 x output tokens. An output token counts double since a
+decode step yields one token of a sequence where a prefill step yields hundreds; that ratio of 1 : 2 is the one of
+"Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024). Before the engine has told its counts, four
+bytes of prompt are taken for a token, and the output is the smaller of the caller's limit and what this tenant's
+requests to this model made lately. Never reads a clock, never sees a prompt.
+"""
+
+BYTES_PER_TOKEN = 4.0
+OUTPUT_TOKENS_UNSEEN = 128.0
+# The weight of the newest answer in a moving average of output lengths.
+AVERAGE_STEP = 0.1
+# Pairs of tenant and model whose average is kept; both come from bounded sets, this is the backstop.
+AVERAGES_MAX = 100_000
+
+
+class CostModel:
+    """Costs in tokens (`by_tokens`), or one for each running sequence as older services count."""
+
+    __slots__ = ("_average", "by_tokens", "cached_weight", "input_weight", "output_weight")
+
+    def __init__(
+        self,
+        *,
+        by_tokens: bool = True,
+        input_weight: float = 1.0,
+        cached_weight: float = 0.1,
+        output_weight: float = 2.0,
+    ) -> None:
+        self.by_tokens = by_tokens
+        self.input_weight = input_weight
+        self.cached_weight = cached_weight
+        self.output_weight = output_weight
+        # Mean output tokens of a sequence, by (tenant, model) and by model alone.
+        self._average: dict[tuple[str, str] | str, float] = {}
+
+    def estimate(
+        self, tenant: str, model: str, prompt_bytes: int, sequences: int, max_tokens: int | None, generates: bool
+    ) -> float:
+        """The cost to charge at dispatch. The prompt counts once, the output for each of the `sequences`."""
+        if not self.by_tokens:
+            return float(sequences)
+        cost = self.input_weight * prompt_bytes / BYTES_PER_TOKEN
+        if generates:
+            average = self._average
+            output = average.get((tenant, model)) or average.get(model) or OUTPUT_TOKENS_UNSEEN
+            if max_tokens is not None and max_tokens < output:
+                output = max_tokens
+            cost += self.output_weight * output * sequences
+        return cost if cost > 1.0 else 1.0
+
+    def actual(self, input_tokens: int, cached_tokens: int, output_tokens: int, sequences: int) -> float:
+        """The true cost of what was computed."""
+        if not self.by_tokens:
+            return float(sequences)
+        return (
+            self.input_weight * (input_tokens - cached_tokens)
+            + self.cached_weight * cached_tokens
+            + self.output_weight * output_tokens
+        )
+
+    def learn(self, tenant: str, model: str, output_tokens_each: float) -> None:
+        """Takes the output length of a sequence that ended by itself into the averages."""
+        average = self._average
+        if len(average) > AVERAGES_MAX:
+            average.clear()
+        mine = (tenant, model)
+        old = average.get(mine)
+        average[mine] = output_tokens_each if old is None else old + AVERAGE_STEP * (output_tokens_each - old)
+        old = average.get(model)
+        average[model] = output_tokens_each if old is None else old + AVERAGE_STEP * (output_tokens_each - old)

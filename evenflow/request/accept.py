@@ -1,0 +1,647 @@
+"""Stage 1: bytes of a client become a Call, and the bytes of its answer go back.
+
+One `ClientConnection` for each socket. It holds a caller to the limits on heads, bodies and slowness, hands whole
+requests on one at a time in the order in which they came, and tells the relay when its client leaves or stops
+reading. A request that is wrong is answered in OpenAI's error shape; what is not HTTP at all is answered once and the
+connection closed. The end of a client's stream counts as its leaving: nobody who half-closes can be told from
+somebody who has gone.
+"""
+
+import asyncio
+import itertools
+import logging
+import os
+from collections.abc import Callable
+from enum import IntEnum
+from math import inf
+from time import monotonic
+from typing import cast
+
+import httptools
+
+from evenflow.config import LimitSettings, ListenSettings, TimeoutSettings
+from evenflow.request import Call
+from evenflow.request.authenticate import Authenticator
+from evenflow.request.decode import Decoder
+from evenflow.request.enqueue import Enqueuer
+from evenflow.request.relay import Relay
+from evenflow.request.settle import Settler
+from evenflow.timers import Wheel
+from evenflow.wire.faults import CallerError, Fault, OverloadError
+from evenflow.wire.http import (
+    CONTINUE,
+    PREFLIGHT,
+    REQUEST_HEADERS,
+    Kind,
+    cors_headers,
+    nominated_hop_headers,
+    request_id_is_sound,
+    status_line,
+)
+from evenflow.wire.openai import ROUTES
+
+log = logging.getLogger("evenflow.accept")
+
+HEADERS_MAX = 200
+# Pipelined requests that wait behind the running one before the connection is read no further.
+PIPELINED_MAX = 32
+# A body must come at least this fast once its first seconds are over, in bytes per second.
+BODY_RATE_MIN = 16 * 1024
+# How long a connection that is to be closed is still read, so that its client can read our last answer.
+LINGER_S = 2.0
+# Bytes of answers that may wait for a client before its worker is read no further.
+WRITE_BUFFER_BYTES = 64 * 1024
+
+
+class Phase(IntEnum):
+    """What the connection's deadline stands for."""
+
+    IDLE = 0  # no request under way
+    HEAD = 1
+    BODY = 2
+    QUEUED = 3
+    RUNNING = 4
+    STALLED = 5  # the client does not read
+    LINGER = 6  # answered for good; only read, to be closed
+
+
+class LocalAnswer:
+    """What a route of the gateway itself answers."""
+
+    __slots__ = ("body", "content_type", "extra", "status")
+
+    def __init__(
+        self, body: bytes, content_type: bytes = b"application/json", status: int = 200, extra: bytes = b""
+    ) -> None:
+        self.status = status
+        self.content_type = content_type
+        self.body = body
+        self.extra = extra
+
+
+class LocalRoute:
+    """A route that the gateway answers itself, at once."""
+
+    __slots__ = ("answer", "methods", "name")
+
+    def __init__(self, name: str, methods: tuple[bytes, ...], answer: Callable[[Call], LocalAnswer]) -> None:
+        self.name = name
+        self.methods = methods
+        self.answer = answer
+
+
+class Front:
+    """What all client connections share: the stages behind them, the limits, and the list of themselves."""
+
+    def __init__(
+        self,
+        wheel: Wheel,
+        authenticator: Authenticator,
+        decoder: Decoder,
+        enqueuer: Enqueuer,
+        relay: Relay,
+        settler: Settler,
+        *,
+        listen: ListenSettings,
+        limits: LimitSettings,
+        timeouts: TimeoutSettings,
+    ) -> None:
+        self.wheel = wheel
+        self.authenticator = authenticator
+        self._decoder = decoder
+        self.enqueuer = enqueuer
+        self.relay = relay
+        self.settler = settler
+        self.header_bytes_max = listen.header_bytes
+        self.body_bytes_max = limits.body_bytes
+        self.connections_max = limits.connections
+        self.timeouts = timeouts
+        self.origins = frozenset(origin.encode("ascii") for origin in listen.cors_origins)
+        # Exact paths, and prefixes that end in "/", of what the gateway answers itself.
+        self.local: dict[bytes, LocalRoute] = {}
+        self.local_under: dict[bytes, LocalRoute] = {}
+        self.connections: set[ClientConnection] = set()
+        # True from the moment the gateway is told to stop.
+        self.draining = False
+        self._id_prefix = os.urandom(6).hex().encode("ascii")
+        self._ids = itertools.count()
+
+    def next_request_id(self) -> bytes:
+        return b"req-%b-%x" % (self._id_prefix, next(self._ids))
+
+    def begin(self, call: Call) -> None:
+        """Takes a whole request through the stages up to the queue; every way out is answered.
+
+        1. Wrong already by its head.  2. A route of the gateway itself.  3. The gateway is stopping.
+        4. Who asks, for what (decode settles both), and into the queue.
+        """
+        self.settler.live += 1
+        try:
+            if call.fault is not None:  # (1)
+                raise call.fault
+            if call.route is None:  # (2)
+                self._answer_locally(call)
+                return
+            if self.draining:  # (3)
+                raise stopping()
+            self._decoder.decode(call)  # (4)
+            self.enqueuer.enqueue(call)
+        except Fault as fault:
+            self.settler.refuse(call, fault)
+        except Exception:
+            log.exception("a request failed in the gateway")
+            self.settler.refuse(call, Fault("The gateway failed. This is a bug; the log of the gateway has more."))
+
+    def check_head(self, call: Call) -> None:
+        """What can be told from the head alone: whether the path and method exist, and a wrong key. Raises Fault."""
+        path, method = call.path, call.method
+        route = ROUTES.get(path)
+        if route is not None:
+            if method != b"POST":
+                raise wrong_method(method, (b"POST",))
+            call.route = route
+            self.authenticator.by_head(call)
+            return
+        local = self._local(path)
+        if local is None:
+            raise CallerError(
+                f"There is no {shown(method)} {shown(path)} here. The OpenAI routes begin with /v1/.",
+                code="not_found",
+                status=404,
+            )
+        if method not in local.methods:
+            raise wrong_method(method, local.methods)
+
+    def _local(self, path: bytes) -> LocalRoute | None:
+        local = self.local.get(path)
+        if local is None:
+            for prefix, candidate in self.local_under.items():
+                if path.startswith(prefix):
+                    return candidate
+        return local
+
+    def _answer_locally(self, call: Call) -> None:
+        client = call.client
+        assert client is not None
+        if call.method == b"OPTIONS":
+            self.settler.end(call, 204, "ok", None)
+            client.answer(call, 204, b"", b"", PREFLIGHT if call.origin is not None else b"allow: GET, POST\r\n")
+            return
+        local = self._local(call.path)
+        assert local is not None
+        answer = local.answer(call)
+        self.settler.end(call, answer.status, "ok", None)
+        client.answer(call, answer.status, answer.content_type, answer.body, answer.extra)
+
+
+class ClientConnection(asyncio.Protocol):
+    """One client's socket."""
+
+    __slots__ = (
+        "_body_began_s",
+        "_body_bytes",
+        "_call",  # being parsed
+        "_front",
+        "_head_bytes",
+        "_headers",
+        "_next",  # whole requests that wait for the running one
+        "_parser",
+        "_paused",  # too much is pipelined to read on
+        "_phase",
+        "_pieces",
+        "_transport",
+        "_unparsable",  # what came behind the last good request was no HTTP
+        "_url",
+        "call",  # the running one
+        "deadline",
+        "wheel_at",
+    )
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpRequestParser(self)
+        self._call: Call | None = None
+        self.call: Call | None = None
+        self._next: list[Call] = []
+        self._url = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._pieces: list[bytes] = []
+        self._head_bytes = 0
+        self._body_bytes = 0
+        self._body_began_s = 0.0
+        self._unparsable: CallerError | None = None
+        self._paused = False
+        self._phase = Phase.IDLE
+        self.deadline = inf
+        self.wheel_at = inf
+
+    # -- for the other stages ------------------------------------------------------------------------------------
+
+    def write(self, data: bytes) -> None:
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def cors(self, origin: bytes) -> bytes:
+        return cors_headers(origin, self._front.origins)
+
+    def wait_in_queue(self, limit_s: float | None) -> None:
+        """The call waits for its turn; None for one that had its turn before and is waiting for another worker."""
+        if limit_s is None:
+            limit_s = self._front.enqueuer.queue_timeout_s
+        self._await(Phase.QUEUED, monotonic() + limit_s)
+
+    def wait_no_more(self) -> None:
+        self._phase = Phase.RUNNING
+        self.deadline = inf
+
+    def answer(self, call: Call, status: int, content_type: bytes, body: bytes, extra: bytes = b"") -> None:
+        """Writes a whole answer of the gateway's own and goes on to the next request."""
+        lines = [status_line(status), b"x-request-id: %b\r\n" % call.request_id, extra]
+        if content_type:
+            lines.append(b"content-type: %b\r\ncontent-length: %d\r\n" % (content_type, len(body)))
+        if call.origin is not None:
+            lines.append(self.cors(call.origin))
+        if not call.keep_alive:
+            lines.append(b"connection: close\r\n")
+        elif not call.http11:
+            lines.append(b"connection: keep-alive\r\n")
+        lines.append(b"\r\n")
+        if call.method != b"HEAD":
+            lines.append(body)
+        self.write(b"".join(lines))
+        self.done(call)
+
+    def done(self, call: Call) -> None:
+        """The call's answer is written; what comes next on this connection?"""
+        if self.call is call:
+            self.call = None
+        call.client = None
+        transport = self._transport
+        if transport is None:
+            return
+        if not call.keep_alive or self._front.draining:
+            self._close()
+            return
+        if self._call is None:
+            self._await(Phase.IDLE, monotonic() + self._front.timeouts.keep_alive_s)
+        if self._paused:
+            self._paused = False
+            transport.resume_reading()
+        if self._next:
+            # From the loop, so that a pile of refused requests does not become a pile of stack frames.
+            self._front.wheel.loop.call_soon(self._start_next)
+        elif self._unparsable is not None:
+            self._refuse_bytes()
+
+    def break_off(self, call: Call, last: bytes | None) -> None:
+        """Ends an answer that had begun: with these bytes, or by the end of the connection."""
+        if last is None:
+            call.client = None
+            if self._transport is not None:
+                self._transport.abort()
+            return
+        self.write(last)
+        self.done(call)
+
+    def drain(self) -> None:
+        """Closes at once if nothing is under way; a running call closes when it is done."""
+        if self.call is None and not self._next and self._call is None:
+            self._close()
+
+    def stop(self) -> None:
+        """The time to drain is over: what still waits is refused, what runs is broken off."""
+        call = self.call
+        if call is None:
+            self._close()
+        elif call.lease is None:
+            self._front.settler.refuse(call, stopping())
+        else:
+            self._front.relay.fail(call, stopping())
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def peer_host(self) -> str:
+        """The caller's address, empty when unknown."""
+        peer = self._transport.get_extra_info("peername") if self._transport is not None else None
+        return str(peer[0]) if peer else ""
+
+    # -- asyncio.Protocol ----------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports fit asyncio.Transport without deriving from it.
+        self._transport = stream = cast(asyncio.Transport, transport)
+        stream.set_write_buffer_limits(WRITE_BUFFER_BYTES)
+        self._front.connections.add(self)
+        if len(self._front.connections) > self._front.connections_max:
+            stream.abort()
+            return
+        self._await(Phase.HEAD, monotonic() + self._front.timeouts.header_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._front.connections.discard(self)
+        self._transport = None
+        self.deadline = inf
+        call, self.call = self.call, None
+        if call is not None:
+            self._front.relay.cancel(call)
+        for waiting in self._next:
+            waiting.client = None
+        self._next.clear()
+        self._call = None
+        self._pieces.clear()
+
+    def eof_received(self) -> bool:
+        return False  # closes the transport: half a connection is a client that leaves
+
+    def pause_writing(self) -> None:
+        """The client does not read as fast as its worker writes."""
+        call = self.call
+        if call is not None and call.connection is not None:
+            call.connection.pause()
+        self._await(Phase.STALLED, monotonic() + self._front.timeouts.idle_s)
+
+    def resume_writing(self) -> None:
+        call = self.call
+        if call is not None:
+            self._phase = Phase.RUNNING
+            self.deadline = inf
+            if call.connection is not None:
+                call.connection.resume()
+        elif self._phase is Phase.STALLED:
+            self._await(Phase.IDLE, monotonic() + self._front.timeouts.keep_alive_s)
+
+    def data_received(self, data: bytes) -> None:
+        if self._phase is Phase.LINGER or self._unparsable is not None:
+            return
+        if self._phase is Phase.IDLE:
+            self._await(Phase.HEAD, monotonic() + self._front.timeouts.header_s)
+        if self._phase is Phase.HEAD and len(data) > self._front.header_bytes_max:
+            end = data.find(b"\r\n\r\n")
+            if not 0 <= end <= self._front.header_bytes_max:
+                self._head_too_large()
+                self._refuse_bytes()
+                return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._go_on_without_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError as error:
+            if self.call is None or self.call.keep_alive:  # behind the last request of a connection all is noise
+                self._unparsable = CallerError(f"The bytes received are not a request in HTTP/1.1: {error}.")
+        if self._phase is Phase.HEAD:
+            self._head_bytes += len(data)
+            if self._head_bytes > self._front.header_bytes_max:
+                self._head_too_large()
+        if self.call is None:
+            if self._next:
+                self._start_next()
+            elif self._unparsable is not None:
+                self._refuse_bytes()
+            elif self._call is not None and self._call.fault is not None:
+                self._refuse_unparsed(self._call.fault)  # no use in waiting for the rest of its body
+        elif len(self._next) > PIPELINED_MAX and not self._paused and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
+
+    # -- httptools -----------------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._url = b""
+        self._headers = []
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        """A head is whole: reads it into a call. What is wrong with it is kept until its turn to be answered."""
+        front = self._front
+        now = monotonic()
+        self._call = call = Call(self, now)
+        self._body_bytes = 0
+        self._head_bytes = 0
+        if self.call is None:
+            self._phase = Phase.BODY
+            self._body_began_s = now
+            self.deadline = now + front.timeouts.body_s
+        parser = self._parser
+        call.method = parser.get_method()
+        call.keep_alive = parser.should_keep_alive()
+        version = parser.get_http_version()
+        call.http11 = version == "1.1"
+        try:
+            expect = self._read_headers(call)
+            url = self._url
+            if not url.startswith(b"/"):
+                url = origin_form(url)
+            call.path, mark, query = url.partition(b"?")
+            if mark:
+                call.query = b"?" + query
+            if not call.http11 and version != "1.0":
+                raise CallerError("This gateway speaks HTTP/1.0 and HTTP/1.1.", status=505)
+            if call.method == b"OPTIONS":
+                return
+            front.check_head(call)
+            if expect and call.http11:
+                self.write(CONTINUE)
+        except CallerError as fault:
+            call.fault = fault
+
+    def _read_headers(self, call: Call) -> bool:
+        """Sorts the headers into what travels on and what the gateway itself must know. True for Expect: 100."""
+        forward = call.forward
+        expect = False
+        for name, value in self._headers:
+            lower = name.lower()
+            kind = REQUEST_HEADERS.get(lower)
+            if kind is None:
+                forward.append(b"%b: %b\r\n" % (lower, value))
+            elif kind is Kind.DROP:
+                continue
+            elif kind is Kind.AUTHORIZATION:
+                call.bearer = bearer_key(value)
+            elif kind is Kind.API_KEY:
+                call.api_key = value
+            elif kind is Kind.CONTENT_LENGTH:
+                if len(value) > 15 or int(value) > self._front.body_bytes_max:
+                    raise self._too_large()
+            elif kind is Kind.REQUEST_ID:
+                if request_id_is_sound(value):
+                    call.request_id = value
+            elif kind is Kind.EXPECT:
+                expect = value.lower() == b"100-continue"
+            elif kind is Kind.ORIGIN:
+                call.origin = value
+            elif kind is Kind.FORWARDED:
+                call.forwarded = True
+                forward.append(b"%b: %b\r\n" % (lower, value))
+            elif kind is Kind.CONNECTION:
+                hops = nominated_hop_headers(value)
+                if hops:
+                    call.forward = forward = [
+                        line for line in forward if line.partition(b":")[0] not in hops
+                    ]
+        if not call.request_id:
+            call.request_id = self._front.next_request_id()
+        if len(self._headers) > HEADERS_MAX:
+            raise CallerError(f"More than {HEADERS_MAX} headers. Send fewer.", status=431)
+        return expect
+
+    def on_body(self, body: bytes) -> None:
+        call = self._call
+        if call is None or call.fault is not None:
+            return
+        self._body_bytes += len(body)
+        if self._body_bytes > self._front.body_bytes_max:
+            self._pieces.clear()
+            call.fault = self._too_large()
+            return
+        self._pieces.append(body)
+
+    def on_message_complete(self) -> None:
+        call, self._call = self._call, None
+        if call is None:
+            return
+        pieces = self._pieces
+        if len(pieces) == 1:
+            call.body = pieces[0]
+        elif pieces:
+            call.body = b"".join(pieces)
+        pieces.clear()
+        call.accepted_s = monotonic()
+        self._next.append(call)
+
+    # -- own helpers ---------------------------------------------------------------------------------------------
+
+    def _start_next(self) -> None:
+        if self.call is None and self._next and self._transport is not None:
+            self.call = call = self._next.pop(0)
+            self._phase = Phase.RUNNING
+            self.deadline = inf
+            self._front.begin(call)
+
+    def _await(self, phase: Phase, deadline: float) -> None:
+        self._phase = phase
+        self.deadline = deadline
+        self._front.wheel.arm(self)
+
+    def _too_large(self) -> CallerError:
+        return CallerError(
+            f"The body is larger than the {self._front.body_bytes_max} bytes that this gateway takes. Send less, or "
+            "ask its operator to raise limits.body_bytes.",
+            status=413,
+        )
+
+    def _head_too_large(self) -> None:
+        self._unparsable = CallerError(
+            f"The head of the request is larger than {self._front.header_bytes_max} bytes. Send fewer or shorter "
+            "headers.",
+            status=431,
+        )
+
+    def _refuse_bytes(self) -> None:
+        """Answers once what cannot be parsed, and closes."""
+        fault, self._unparsable = self._unparsable, None
+        assert fault is not None
+        self._refuse_unparsed(fault)
+
+    def _refuse_unparsed(self, fault: Fault) -> None:
+        call = self._call or Call(self, monotonic())
+        self._call = None
+        call.fault = fault
+        call.keep_alive = False
+        if not call.request_id:
+            call.request_id = self._front.next_request_id()
+        self.call = call
+        self._front.begin(call)
+
+    def _go_on_without_upgrade(self, rest: bytes) -> None:
+        """A client offered to speak another protocol, which we decline by going on in this one."""
+        call = self._next.pop() if self._next else None
+        if call is None:
+            return
+        if not any(name.lower() in (b"content-length", b"transfer-encoding") for name, _ in self._headers):
+            self._next.append(call)
+            self._parser = httptools.HttpRequestParser(self)
+            if rest:
+                self._parser.feed_data(rest)
+            return
+        # The body is still to come: parse the head again, without the offer.
+        lines = [b"%b %b HTTP/1.1\r\n" % (call.method, self._url)]
+        for name, value in self._headers:
+            if name.lower() not in (b"upgrade", b"connection", b"http2-settings"):
+                lines.append(b"%b: %b\r\n" % (name, value))
+        self._parser = httptools.HttpRequestParser(self)
+        self._parser.feed_data(b"".join((*lines, b"\r\n", rest)))
+
+    def _close(self) -> None:
+        """Closes so that the client can still read what was written."""
+        transport = self._transport
+        if transport is None:
+            return
+        if transport.can_write_eof():
+            transport.write_eof()
+            self._await(Phase.LINGER, monotonic() + LINGER_S)
+        else:
+            transport.close()
+
+    def on_deadline(self, now: float) -> None:
+        phase, front = self._phase, self._front
+        if phase is Phase.QUEUED and self.call is not None:
+            front.settler.refuse(self.call, front.enqueuer.timed_out(self.call))
+        elif phase is Phase.BODY:
+            allowed = self._body_began_s + front.timeouts.body_s + self._body_bytes / BODY_RATE_MIN
+            if now < allowed:
+                self._await(Phase.BODY, allowed)
+            else:
+                self._refuse_unparsed(
+                    CallerError("The body did not come in time. Send it faster, or in a smaller piece.", status=408)
+                )
+        elif phase is Phase.HEAD and self._head_bytes:
+            self._refuse_unparsed(CallerError("The head of the request did not come in time.", status=408))
+        else:
+            self.abort()
+
+
+def bearer_key(value: bytes) -> bytes:
+    """The key of an Authorization header; another scheme than Bearer carries none that could be right."""
+    scheme, _, key = value.partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else value
+
+
+def origin_form(url: bytes) -> bytes:
+    """The path and query of an absolute URL, as a request to a proxy has it."""
+    try:
+        parsed = httptools.parse_url(url)
+    except httptools.HttpParserInvalidURLError:
+        return url
+    path = parsed.path or b"/"
+    return path + b"?" + parsed.query if parsed.query else path
+
+
+def stopping() -> OverloadError:
+    return OverloadError(
+        "This gateway is stopping. Try again; another one will answer.",
+        status=503,
+        code="overloaded",
+        retry_after_s=1.0,
+    )
+
+
+def wrong_method(method: bytes, allowed: tuple[bytes, ...]) -> CallerError:
+    names = ", ".join(name.decode("ascii") for name in allowed)
+    fault = CallerError(
+        f"This path does not take {shown(method)}. Use {names}.", code="method_not_allowed", status=405
+    )
+    fault.allow = names  # for the Allow header
+    return fault
+
+
+def shown(raw: bytes) -> str:
+    """Bytes of a caller in words that are safe to show: short, printable, no query."""
+    return raw[:80].decode("ascii", "replace").encode("unicode_escape").decode("ascii")

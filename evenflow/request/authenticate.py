@@ -1,0 +1,75 @@
+"""Stage 2: a key becomes a tenant.
+
+A key comes as `Authorization: Bearer`, as `x-api-key`, or as `api_key` in the body; when more than one comes, they
+must agree. A wrong key is refused and never downgraded to anonymous, and nothing but a key says who a caller is: no
+`user`, no captcha field, no header. Never logs or echoes a key.
+"""
+
+from evenflow.request import Call
+from evenflow.tenancy.directory import Directory, Member
+from evenflow.wire.faults import CallerError
+
+
+class Authenticator:
+    """Reads the directory, which a reload replaces whole."""
+
+    __slots__ = ("directory",)
+
+    def __init__(self, directory: Directory) -> None:
+        self.directory = directory
+
+    def by_head(self, call: Call) -> None:
+        """Settles who calls if the head has a key, so that a wrong one is refused before its body is read."""
+        key = call.bearer
+        if key is None:
+            key = call.api_key
+            if key is None:
+                return
+        elif call.api_key is not None and call.api_key != key:
+            raise _two_keys()
+        call.tenant = self._tenant(key)
+
+    def by_body(self, call: Call, body_key: str | None) -> None:
+        """Settles who calls once the body has been decoded."""
+        if body_key is not None:
+            key = body_key.encode("utf-8", "surrogatepass")
+            if call.tenant is None:
+                call.tenant = self._tenant(key)
+                return
+            if key != (call.bearer or call.api_key):
+                raise _two_keys()
+        if call.tenant is None:
+            call.tenant = self.nobody()
+
+    def nobody(self) -> Member:
+        """The tenant of a caller without a key."""
+        tenant = self.directory.anonymous
+        if tenant is None:
+            raise CallerError(
+                "This gateway needs a key. Send it as 'Authorization: Bearer KEY', as 'x-api-key', or as 'api_key' "
+                "in the body.",
+                code="invalid_api_key",
+                status=401,
+            )
+        return tenant
+
+    def _tenant(self, key: bytes) -> Member:
+        directory = self.directory
+        if directory.open and directory.anonymous is not None:
+            return directory.anonymous
+        tenant = directory.tenant_of(key)
+        if tenant is None:
+            raise CallerError(
+                "The key is not known here. Check that it is whole and meant for this gateway, or ask its operator "
+                "for a new one.",
+                code="invalid_api_key",
+                status=401,
+            )
+        return tenant
+
+
+def _two_keys() -> CallerError:
+    return CallerError(
+        "The request carries two keys that differ. Send one of 'Authorization', 'x-api-key' and 'api_key'.",
+        code="invalid_request_error",
+    )

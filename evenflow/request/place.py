@@ -1,0 +1,231 @@
+"""Stage 5: whose turn it is, and which worker takes it.
+
+The scheduler holds a fair queue for each pool of workers. A ticket waits there until a worker of its lane has room,
+since fairness exists only where the queue is; then the queue says whose turn it is, placement says where, and the
+relay is handed a lease. The seam is message-shaped: `submit`, `cancel`, `give_back`, `progress` and `finish` come in,
+`start` of the relay and `refuse` of settle go out. Never waits, never touches a socket.
+"""
+
+from collections.abc import Callable, Iterable
+from time import perf_counter
+
+from evenflow.fleet.registry import Lane, Registry, Worker
+from evenflow.observe.metrics import Histogram
+from evenflow.policy.fairness import FairQueue, Ticket, Tier
+from evenflow.policy.placement import Placement
+from evenflow.request import Call, Lease
+
+# How fast the measured rate of a pool follows: the share of the newest second.
+RATE_STEP = 0.2
+# Until a rate is known: cost per second of one slot of a middling engine.
+RATE_PER_SLOT_UNSEEN = 50.0
+
+
+class Pool:
+    """Lanes that share workers, directly or through others, and the one fair queue before them."""
+
+    __slots__ = ("lanes", "queue", "rate", "running", "served")
+
+    def __init__(self, queue: FairQueue, lanes: tuple[Lane, ...]) -> None:
+        self.queue = queue
+        self.lanes = lanes
+        # Cost served since the rate was last taken, and that rate in cost per second.
+        self.served = 0.0
+        self.rate = 0.0
+        # Guards `_dispatch` against being entered from within itself.
+        self.running = False
+
+    def rate_or_guess(self) -> float:
+        """Cost per second."""
+        if self.rate > 0.0:
+            return self.rate
+        workers = {worker for lane in self.lanes for worker in lane.workers}
+        return RATE_PER_SLOT_UNSEEN * max(1, sum(worker.slots for worker in workers))
+
+
+class Scheduler:
+    """All pools. `start` and `refuse` are set by the gateway when it joins the stages."""
+
+    def __init__(
+        self, registry: Registry, tiers: tuple[Tier, ...], placement: Placement, decisions: Histogram
+    ) -> None:
+        self._registry = registry
+        self._tiers = tiers
+        self._placement = placement
+        self._decisions = decisions
+        self.pools: list[Pool] = []
+        self.start: Callable[[Call, Lease], None]
+        self.no_worker: Callable[[Call], None]
+        registry.on_lanes_changed = self.regroup
+        registry.on_live = self.worker_live
+
+    # -- messages in ---------------------------------------------------------------------------------------------
+
+    def submit(self, ticket: Ticket) -> None:
+        """Runs the ticket's call at once if it may, else queues it."""
+        began = perf_counter()
+        lane: Lane = ticket.lane
+        pool = lane.pool
+        queue = pool.queue
+        if not queue.waiting:
+            index = self._placement.choose(lane.workers, ticket.slots)
+            if index >= 0 and queue.start_now(ticket):
+                self._decisions.observe(perf_counter() - began)
+                self._grant(ticket, lane.workers[index])
+                return
+        queue.submit(ticket)
+        self._dispatch(pool)
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Takes a waiting ticket out; nothing was charged."""
+        lane: Lane = ticket.lane
+        lane.pool.queue.cancel(ticket)
+
+    def give_back(self, call: Call, failed_on: Worker) -> None:
+        """The call's worker failed before it began: back to the head of its queue, uncharged, and on to another."""
+        ticket, lease = call.ticket, call.lease
+        assert ticket is not None and lease is not None
+        call.failed_on = failed_on
+        call.lease = None
+        lease.give_back()
+        lane: Lane = ticket.lane
+        lane.pool.queue.give_back(ticket)
+        self._dispatch(lane.pool)
+
+    def progress(self, ticket: Ticket, cost: float) -> None:
+        """Charges a running ticket up to `cost`."""
+        lane: Lane = ticket.lane
+        lane.pool.queue.progress(ticket, cost)
+
+    def finish(self, ticket: Ticket, lease: Lease, cost: float) -> None:
+        """Returns the slots, corrects the charge to the true cost, and lets the next ones run."""
+        lease.give_back()
+        lane: Lane = ticket.lane
+        pool = lane.pool
+        pool.served += cost
+        queue = pool.queue
+        queue.finish(ticket, cost)
+        tenant = ticket.tenant
+        if tenant.concurrency is not None and len(self.pools) > 1:
+            for other in self.pools:
+                if other is not pool:
+                    other.queue.resume(tenant)
+                    self._dispatch(other)
+        if queue.waiting:
+            self._dispatch(pool)
+
+    # -- what the fleet tells ------------------------------------------------------------------------------------
+
+    def worker_live(self, worker: Worker) -> None:
+        for pool in self.pools:
+            if pool.queue.waiting and any(worker in lane.workers for lane in pool.lanes):
+                self._dispatch(pool)
+
+    def regroup(self) -> None:
+        """Forms the pools anew after lanes changed. Pools whose lanes stayed keep their queue and its counters."""
+        kept = {pool.lanes: pool for pool in self.pools}
+        self.pools = []
+        for lanes in connected(self._registry.lanes.values()):
+            pool = kept.pop(lanes, None) or Pool(FairQueue(self._tiers), lanes)
+            for lane in lanes:
+                lane.pool = pool
+            self.pools.append(pool)
+        for old in kept.values():
+            self._move_waiting(old)
+
+    def _move_waiting(self, old: Pool) -> None:
+        while (ticket := old.queue.peek()) is not None:
+            old.queue.cancel(ticket)
+            call: Call = ticket.call
+            assert call.request is not None
+            lane = self._registry.lanes.get(call.request.model)
+            if lane is None:
+                self.no_worker(call)
+            else:
+                call.ticket = Ticket(ticket.tenant, ticket.tier, lane, ticket.slots, ticket.estimate, call)
+                self.submit(call.ticket)
+
+    def each_second(self) -> None:
+        """Takes the rates, and refuses what waits for a lane that has no live worker left."""
+        for pool in self.pools:
+            pool.rate += RATE_STEP * (pool.served - pool.rate) if pool.rate else pool.served
+            pool.served = 0.0
+            if pool.queue.waiting:
+                for lane in pool.lanes:
+                    if not lane.has_live():
+                        while (ticket := pool.queue.peek((lane,))) is not None:
+                            self.no_worker(ticket.call)
+
+    def waiting(self) -> int:
+        return sum(pool.queue.waiting for pool in self.pools)
+
+    # -- decisions -----------------------------------------------------------------------------------------------
+
+    def _dispatch(self, pool: Pool) -> None:
+        """Starts tickets in the queue's order for as long as the workers have room.
+
+        1. A ticket whose lane has room starts.
+        2. A ticket whose lane has none holds that lane: none of the lane's others overtakes it, or one that needs
+           many slots would wait for ever. Other lanes of the pool go on.
+        """
+        if pool.running:
+            return
+        pool.running = True
+        queue = pool.queue
+        lanes: list[Lane] | None = list(pool.lanes) if len(pool.lanes) > 1 else None
+        try:
+            while queue.waiting:
+                began = perf_counter()
+                ticket = queue.peek(lanes)
+                if ticket is None:
+                    break
+                lane: Lane = ticket.lane
+                workers = self._candidates(ticket, lane)
+                index = self._placement.choose(workers, ticket.slots)
+                if index >= 0:  # (1)
+                    queue.start(ticket)
+                    self._decisions.observe(perf_counter() - began)
+                    self._grant(ticket, workers[index])
+                elif lanes is None:  # (2)
+                    break
+                else:
+                    lanes.remove(lane)
+                    if not lanes:
+                        break
+        finally:
+            pool.running = False
+
+    @staticmethod
+    def _candidates(ticket: Ticket, lane: Lane) -> tuple[Worker, ...]:
+        """The lane's workers, without the one that has just failed this call if there is another."""
+        call: Call = ticket.call
+        failed_on = call.failed_on
+        if failed_on is not None:
+            others = tuple(worker for worker in lane.workers if worker is not failed_on)
+            if any(worker.live for worker in others):
+                return others
+        return lane.workers
+
+    def _grant(self, ticket: Ticket, worker: Worker) -> None:
+        slots = ticket.slots
+        if slots > worker.slots:
+            slots = worker.slots
+        call: Call = ticket.call
+        call.lease = lease = Lease(worker, slots, ticket.estimate)
+        self.start(call, lease)
+
+
+def connected(lanes: Iterable[Lane]) -> list[tuple[Lane, ...]]:
+    """Groups lanes that share a worker, directly or through other lanes, in a stable order."""
+    groups: list[tuple[set[Worker], list[Lane]]] = []
+    for lane in dict.fromkeys(lanes):
+        workers, members = set(lane.workers), [lane]
+        apart = []
+        for group in groups:
+            if group[0] & workers:
+                workers |= group[0]
+                members = group[1] + members
+            else:
+                apart.append(group)
+        groups = [*apart, (workers, members)]
+    return [tuple(members) for _, members in groups]

@@ -1,0 +1,533 @@
+"""Stage 6: the call's bytes go to its worker, and the worker's answer comes back.
+
+Answers are relayed, not rebuilt: a read of the worker becomes one write to the client. Connections to workers are
+kept and used again, the youngest first. One of three things ends a relay, and each ends in settle: the answer is
+whole, the worker failed, or the client left. A failure before anything was shown may send the call to another worker;
+after that it becomes one error event, or the end of the connection.
+
+Danger lies in the order of things. A worker's connection can die at any moment, also between two calls; a client can
+leave while a connection is still being opened for it. So a connection knows its call and a call its connection only
+while bytes may flow between them, and an attempt is recognised by its lease: one that a call no longer holds is over.
+"""
+
+import asyncio
+import logging
+import ssl
+from math import inf
+from time import monotonic
+from typing import cast
+
+import httptools
+import msgspec
+
+from evenflow.config import TimeoutSettings
+from evenflow.fleet.registry import Registry, Worker
+from evenflow.observe.metrics import Metrics
+from evenflow.policy.cost import BYTES_PER_TOKEN, CostModel
+from evenflow.policy.retry import RetryBudget
+from evenflow.request import Call, Lease
+from evenflow.request.place import Scheduler
+from evenflow.request.settle import Settler
+from evenflow.timers import Wheel
+from evenflow.wire.answer import Answer, Head, PlainAnswer, StreamAnswer, verdict
+from evenflow.wire.faults import Fault, WorkerError
+from evenflow.wire.http import ANSWER_HEADERS_MADE_NEW, status_line
+from evenflow.wire.openai import splice
+
+log = logging.getLogger("evenflow.relay")
+
+# Idle connections kept for each worker, beyond those its slots can use.
+IDLE_CONNECTIONS_MAX = 64
+# An idle connection older than this is not trusted: engines on uvicorn close theirs after 5 s.
+IDLE_S = 4.0
+ANSWER_HEAD_BYTES_MAX = 256 * 1024
+# Output tokens between two charges of a running stream.
+CHARGE_STEP = 16
+
+
+class Relay:
+    """All connections to workers, and the paths of success and failure between them and the other stages."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        wheel: Wheel,
+        registry: Registry,
+        scheduler: Scheduler,
+        settler: Settler,
+        cost: CostModel,
+        metrics: Metrics,
+        timeouts: TimeoutSettings,
+    ) -> None:
+        self._loop = loop
+        self.wheel = wheel
+        self.registry = registry
+        self._scheduler = scheduler
+        self.settler = settler
+        self._cost = cost
+        self._metrics = metrics
+        self.timeouts = timeouts
+        self._budget = RetryBudget()
+        self._tls: ssl.SSLContext | None = None
+        self._opening: set[asyncio.Task[None]] = set()
+        # Opens left over from calls that are gone; the connection is kept idle when it comes.
+        self.closing = False
+
+    # -- a lease comes in ----------------------------------------------------------------------------------------
+
+    def start(self, call: Call, lease: Lease) -> None:
+        """Sends the call to the lease's worker, over a kept connection if one is left."""
+        call.dispatched_s = now = monotonic()
+        if not call.attempts:
+            self._budget.deposit()
+        call.attempts += 1
+        if call.client is not None:
+            call.client.wait_no_more()
+        idle = lease.worker.idle
+        while idle:
+            connection = idle.pop()
+            if connection.usable(now):
+                connection.send(call, now)
+                return
+        self._open(call, lease)
+
+    def request_bytes(self, call: Call, worker: Worker) -> bytes:
+        """Head and body for the worker, in one piece."""
+        body = call.body
+        request, route = call.request, call.route
+        assert request is not None and route is not None
+        name = worker.aliases.get(request.model)
+        if name is not None:
+            body = splice(body, {"model": msgspec.json.encode(name)})
+        return b"".join(
+            (
+                b"POST ",
+                worker.base,
+                route.path,
+                call.query,
+                worker.head,
+                *call.forward,
+                b"x-request-id: %s\r\ncontent-length: %d\r\n\r\n" % (call.request_id, len(body)),
+                body,
+            )
+        )
+
+    def _open(self, call: Call, lease: Lease) -> None:
+        task = self._loop.create_task(self._connect(call, lease))
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
+
+    async def _connect(self, call: Call, lease: Lease) -> None:
+        worker = lease.worker
+        try:
+            async with asyncio.timeout(self.timeouts.connect_s):
+                _, connection = await self._loop.create_connection(
+                    lambda: WorkerConnection(self, worker),
+                    worker.host,
+                    worker.port,
+                    ssl=self._tls_context() if worker.tls else None,
+                )
+        except (OSError, TimeoutError) as error:
+            slow = isinstance(error, TimeoutError)
+            reason = f"no connection within {self.timeouts.connect_s:g} s" if slow else "connection refused"
+            self.registry.unreachable(worker, reason)
+            if call.lease is lease and not call.ended:
+                self.fail(
+                    call,
+                    WorkerError(
+                        f"The worker {worker.name} cannot be reached. Try again; the gateway is looking after it.",
+                        code="upstream_error",
+                        retry_safe=True,
+                    ),
+                )
+            return
+        if call.lease is lease and not call.ended:
+            connection.send(call, monotonic())
+        else:
+            connection.rest(monotonic())
+
+    def _tls_context(self) -> ssl.SSLContext:
+        if self._tls is None:
+            self._tls = ssl.create_default_context()
+        return self._tls
+
+    # -- an attempt ends -----------------------------------------------------------------------------------------
+
+    def finished(self, call: Call, status: int, outcome: str = "ok") -> None:
+        """The answer is whole and written."""
+        client = call.client
+        self.settler.end(call, status, outcome, None)
+        if client is not None:
+            client.done(call)
+
+    def fail(self, call: Call, fault: Fault) -> None:
+        """The worker failed the call.
+
+        1. Nothing was shown, a retry is safe and earned, and another try makes sense: back to the queue's head.
+        2. Nothing was shown: an error answer.
+        3. An answer had begun: it is broken off so that the client can tell.
+        """
+        lease, connection = call.lease, call.connection
+        assert lease is not None
+        answer = None
+        if connection is not None:
+            answer = connection.answer
+            connection.drop()
+        if not call.shown:
+            safe = isinstance(fault, WorkerError) and fault.retry_safe
+            if safe and self._elsewhere(lease) and self._budget.withdraw(call.attempts):  # (1)
+                self._metrics.retries += 1
+                if call.client is not None:
+                    call.client.wait_in_queue(None)
+                self._scheduler.give_back(call, lease.worker)
+            else:  # (2)
+                self.settler.refuse(call, fault)
+            return
+        client = call.client  # (3)
+        self.settler.end(call, fault.status, "failed", fault)
+        if client is not None and answer is not None:
+            client.break_off(call, answer.broken_off(fault))
+
+    def _elsewhere(self, lease: Lease) -> bool:
+        """True when some other worker could take the call, or the same one still lives."""
+        worker = lease.worker
+        return any(
+            other.live for lane in self.registry.lanes.values() if worker in lane.workers for other in lane.workers
+        )
+
+    def cancel(self, call: Call) -> None:
+        """The client left: the worker hears of it at once, since its connection closes."""
+        connection = call.connection
+        if connection is not None:
+            connection.drop()
+        self.settler.left(call)
+
+    def new_answer(self, call: Call, connection: "WorkerConnection", lines: list[bytes], length: int) -> Answer:
+        """The answer object for a head that has come, with the lines that the gateway adds."""
+        request, route, client, worker = call.request, call.route, call.client, connection.worker
+        assert request is not None and route is not None and client is not None
+        lines.append(b"x-request-id: %b\r\n" % call.request_id)
+        lines.append(worker.name_line)
+        lines.append(b"x-evenflow-queue-ms: %d\r\n" % ((call.dispatched_s - call.accepted_s) * 1e3))
+        if call.origin is not None:
+            lines.append(client.cors(call.origin))
+        name = worker.aliases.get(request.model)
+        head = Head(
+            status_line(connection.status),
+            lines,
+            http11=call.http11,
+            keep_alive=call.keep_alive,
+            rename=None if name is None else (name.encode("utf-8"), request.model.encode("utf-8")),
+        )
+        if connection.content_type.startswith(b"text/event-stream"):
+            return StreamAnswer(
+                head, hide_usage=not request.include_usage, ends_with_done=route.usage_option
+            )
+        return PlainAnswer(head, length, ok=connection.status < 400)
+
+    def charge(self, call: Call) -> None:
+        """A running stream has produced more than was charged: charges what is there now."""
+        call.charge_at = call.output_tokens + CHARGE_STEP
+        ticket, request = call.ticket, call.request
+        if ticket is not None and request is not None:
+            input_tokens = int(request.prompt_bytes / BYTES_PER_TOKEN)
+            cost = self._cost.actual(input_tokens, 0, call.output_tokens, request.sequences)
+            self._scheduler.progress(ticket, cost)
+
+    async def close(self) -> None:
+        self.closing = True
+        for task in list(self._opening):
+            task.cancel()
+        for worker in self.registry.workers.values():
+            for connection in (*worker.idle, *worker.busy):
+                connection.drop()
+            worker.idle.clear()
+
+
+class WorkerConnection(asyncio.Protocol):
+    """One connection to one worker, carrying one call at a time."""
+
+    __slots__ = (
+        "_complete",  # the parser saw the end of the answer
+        "_head_bytes",  # read of the current answer before its head was whole
+        "_length",  # of the answer's body as its head says, -1 when it does not
+        "_lines",  # header lines that travel on to the client
+        "_parser",
+        "_pieces",  # body bytes of this read
+        "_relay",
+        "_transport",
+        "_until_end",  # the end of the connection is the end of the answer
+        "answer",  # of the current call, once its head is whole
+        "call",
+        "content_type",
+        "deadline",
+        "reused",
+        "status",
+        "total_deadline",
+        "wheel_at",
+        "worker",
+    )
+
+    def __init__(self, relay: Relay, worker: Worker) -> None:
+        self._relay = relay
+        self.worker = worker
+        self._transport: asyncio.Transport | None = None
+        self.call: Call | None = None
+        self.reused = False
+        self.deadline = inf
+        self.wheel_at = inf
+        self.total_deadline = inf
+        self._parser = httptools.HttpResponseParser(self)
+        self._pieces: list[bytes] = []
+        self._reset()
+
+    def _reset(self) -> None:
+        self.answer: Answer | None = None
+        self._complete = False
+        self._head_bytes = 0
+        self._length = -1
+        self._lines: list[bytes] = []
+        self._until_end = False
+        self.status = 0
+        self.content_type = b""
+
+    # -- for the relay -------------------------------------------------------------------------------------------
+
+    def usable(self, now: float) -> bool:
+        """False for a kept connection that the worker has closed or may be closing this moment."""
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return False
+        if now > self.deadline:
+            self.drop()
+            return False
+        return True
+
+    def send(self, call: Call, now: float) -> None:
+        assert self._transport is not None
+        self.call = call
+        call.connection = self
+        self.worker.busy.add(self)
+        timeouts = self._relay.timeouts
+        self.total_deadline = now + timeouts.total_s
+        first = now + timeouts.first_byte_s
+        self.deadline = first if first < self.total_deadline else self.total_deadline
+        self._relay.wheel.arm(self)
+        self._transport.write(self._relay.request_bytes(call, self.worker))
+
+    def rest(self, now: float) -> None:
+        """Goes among the idle ones, or closes when there are enough."""
+        worker = self.worker
+        idle = worker.idle
+        if self._relay.closing or len(idle) >= IDLE_CONNECTIONS_MAX + worker.slots:
+            self.drop()
+            return
+        self.deadline = now + IDLE_S
+        self._relay.wheel.arm(self)
+        idle.append(self)
+
+    def drop(self) -> None:
+        """Closes at once and forgets the call."""
+        self._detach()
+        self.deadline = inf
+        if self._transport is not None:
+            self._transport.abort()
+
+    def pause(self) -> None:
+        """The client does not keep up: reads nothing more until it does."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+            # The worker is not to blame for this silence; the client's own limit runs instead.
+            self.deadline = self.total_deadline
+
+    def resume(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+            self._expect_more()
+
+    def _detach(self) -> None:
+        call, self.call = self.call, None
+        answer, self.answer = self.answer, None
+        if call is not None:
+            if answer is not None:
+                call.usage = answer.usage
+                call.output_tokens = answer.output_tokens
+            if call.connection is self:
+                call.connection = None
+            self.worker.busy.discard(self)
+
+    # -- asyncio.Protocol ----------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports fit asyncio.Transport without deriving from it.
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        call = self.call
+        if call is None:  # an idle connection must not speak
+            self.drop()
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            if not self._complete:
+                self._broken(f"sent what is not HTTP ({error})")
+                return
+        if self.answer is None and not self._begin(call, len(data)):
+            return
+        self._go_on(call)
+
+    def _begin(self, call: Call, read: int) -> bool:
+        """Looks at a whole answer head; False when there is none yet or the call has failed on it."""
+        status = self.status
+        if not status:
+            self._head_bytes += read
+            if self._head_bytes > ANSWER_HEAD_BYTES_MAX:
+                self._broken("sent an endless answer head")
+            return False
+        worker, relay = self.worker, self._relay
+        if status >= 500:
+            relay.registry.failed(worker, f"answered {status}")
+        else:
+            relay.registry.answered(worker)
+        if status >= 300:
+            fault = verdict(status, self.content_type.startswith(b"application/json"))
+            if fault is not None:
+                relay.fail(call, fault)
+                return False
+        self.answer = relay.new_answer(call, self, self._lines, self._length)
+        return True
+
+    def _go_on(self, call: Call) -> None:
+        """Hands what this read brought to the answer, in one piece, and what comes of it to the client."""
+        pieces = self._pieces
+        if len(pieces) == 1:
+            body = pieces[0]
+        else:
+            body = b"".join(pieces)
+        pieces.clear()
+        answer = self.answer
+        assert answer is not None
+        complete = self._complete
+        try:
+            out = answer.take(body, complete)
+        except Fault as fault:
+            if fault.status >= 500:
+                self._relay.registry.failed(self.worker, "did not answer as it should")
+            self._relay.fail(call, fault)
+            return
+        client = call.client
+        if out and client is not None:
+            if not call.shown:
+                call.shown = True
+                call.first_byte_s = monotonic()
+                call.body = b""  # no retry from here on
+                if not call.http11:
+                    call.keep_alive = answer.head.keep_alive
+            client.write(out)
+        if complete:
+            self._finish(call, answer)
+        elif self.call is call:
+            self._expect_more()
+            call.output_tokens = answer.output_tokens
+            if answer.output_tokens >= call.charge_at:
+                self._relay.charge(call)
+
+    def _expect_more(self) -> None:
+        deadline = self._relay.wheel.now + self._relay.timeouts.idle_s
+        self.deadline = deadline if deadline < self.total_deadline else self.total_deadline
+        self._relay.wheel.arm(self)
+
+    def _finish(self, call: Call, answer: Answer) -> None:
+        keep = not self._until_end and self._parser.should_keep_alive()
+        status = self.status
+        self._detach()
+        if keep:
+            self.reused = True
+            self._reset()
+            self.rest(monotonic())
+        else:
+            self.drop()
+        self._relay.finished(call, status, answer.outcome)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        call = self.call
+        if call is None:
+            self.deadline = inf
+            if self in self.worker.idle:
+                self.worker.idle.remove(self)
+        elif self._until_end and self.answer is not None and exc is None:
+            self._complete = True
+            self._go_on(call)
+        elif not self.status and self.reused:
+            # A kept connection that its worker closed just as we used it: says nothing of the worker's health.
+            self._relay.fail(call, _lost(self.worker, "closed a kept connection"))
+        elif not self.status:
+            self._relay.registry.unreachable(self.worker, "closed the connection before an answer")
+            self._relay.fail(call, _lost(self.worker, "closed the connection before an answer"))
+        else:
+            self._broken("closed the connection in the middle of an answer")
+        self._transport = None
+
+    def on_deadline(self, now: float) -> None:
+        call = self.call
+        if call is None:
+            self.drop()
+            if self in self.worker.idle:
+                self.worker.idle.remove(self)
+            return
+        name, timeouts = self.worker.name, self._relay.timeouts
+        if now >= self.total_deadline:
+            what = f"did not end its answer within {timeouts.total_s:g} s"
+        elif not self.status:
+            what = f"did not begin to answer within {timeouts.first_byte_s:g} s"
+        else:
+            what = f"sent nothing for {timeouts.idle_s:g} s"
+        self._relay.registry.failed(self.worker, what)
+        self._relay.fail(
+            call,
+            WorkerError(f"The worker {name} {what}. Try again, or ask for less.", status=504, code="upstream_timeout"),
+        )
+
+    def _broken(self, what: str) -> None:
+        call = self.call
+        if call is not None:
+            self._relay.registry.failed(self.worker, what)
+            self._relay.fail(
+                call, WorkerError(f"The worker {self.worker.name} {what}. Try again.", retry_safe=not call.shown)
+            )
+
+    # -- httptools -----------------------------------------------------------------------------------------------
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        lower = name.lower()
+        if lower in ANSWER_HEADERS_MADE_NEW:
+            if lower == b"content-length":
+                self._length = int(value)
+            elif lower == b"transfer-encoding":
+                self._length = -2
+        else:
+            if lower == b"content-type":
+                self.content_type = value.lower()
+            self._lines.append(b"%b: %b\r\n" % (name, value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200:  # an interim answer; the real one follows
+            self._lines.clear()
+            self._length = -1
+            return
+        self.status = status
+        self._until_end = self._length == -1 and status not in (204, 304)
+
+    def on_body(self, body: bytes) -> None:
+        self._pieces.append(body)
+
+    def on_message_complete(self) -> None:
+        if self.status:
+            self._complete = True
+
+
+def _lost(worker: Worker, what: str) -> WorkerError:
+    return WorkerError(f"The worker {worker.name} {what}. Try again.", retry_safe=True)
+

@@ -1,0 +1,1 @@
+"""Who the callers are: tenants, their groups and keys."""

@@ -1,0 +1,104 @@
+"""All tenants of the running configuration, found by the hash of a key.
+
+The request path reads only this; it is built from settings and replaced whole by a reload. It holds hashes, never
+keys.
+"""
+
+import hashlib
+import hmac
+
+from evenflow.config import Settings
+from evenflow.policy.fairness import Tenant
+from evenflow.policy.limits import TenantLimits
+
+ANONYMOUS = "anonymous"
+
+
+class Member(Tenant):
+    """A tenant as the request path knows it: its place in the schedule and its limits."""
+
+    __slots__ = ("limits", "tier")
+
+    def __init__(
+        self,
+        name: str,
+        group: str,
+        weight: float,
+        tier: int,
+        *,
+        concurrency: int | None = None,
+        queued_max: int | None = None,
+        limits: TenantLimits | None = None,
+    ) -> None:
+        super().__init__(name, group, weight, concurrency=concurrency, queued_max=queued_max)
+        self.tier = tier
+        # None costs nothing per request; most tenants have no rate limit.
+        self.limits = limits
+
+
+class Directory:
+    """Key digests → tenants, the anonymous tenant if there is one, and the operators' own keys."""
+
+    __slots__ = ("_admin", "_by_digest", "_worker_token", "anonymous", "members", "open")
+
+    def __init__(self, settings: Settings) -> None:
+        tier_of = {
+            group.name: index
+            for index, tier in enumerate(settings.scheduling.tiers)
+            for group in tier.groups
+        }
+        self.members: list[Member] = []
+        self._by_digest: dict[bytes, tuple[bytes, Member]] = {}
+        for tenant in settings.tenants:
+            limits = tenant.limits
+            rates = (
+                TenantLimits(limits.requests_per_minute, limits.tokens_per_minute)
+                if limits.requests_per_minute is not None or limits.tokens_per_minute is not None
+                else None
+            )
+            member = Member(
+                tenant.name,
+                tenant.group,
+                tenant.weight,
+                tier_of[tenant.group],
+                concurrency=limits.concurrency,
+                queued_max=limits.queued,
+                limits=rates,
+            )
+            self.members.append(member)
+            for digest in tenant.keys:
+                self._by_digest[digest] = (digest, member)
+        # With no tenant configured no key can be right or wrong: everyone is anonymous.
+        self.open = not settings.tenants and settings.auth.anonymous
+        self.anonymous: Member | None = None
+        if settings.auth.anonymous:
+            group = ANONYMOUS if ANONYMOUS in tier_of else settings.scheduling.tiers[-1].groups[-1].name
+            self.anonymous = Member(ANONYMOUS, group, 10.0, tier_of[group])
+            self.members.append(self.anonymous)
+        self._admin = settings.auth.admin_keys
+        self._worker_token = settings.auth.worker_token
+
+    @property
+    def has_admin(self) -> bool:
+        return bool(self._admin)
+
+    def tenant_of(self, key: bytes) -> Member | None:
+        """The tenant of a key, None for a key that nobody has.
+
+        The look-up is by SHA-256, so its timing tells nothing of any key; the comparison takes constant time all
+        the same.
+        """
+        digest = hashlib.sha256(key).digest()
+        found = self._by_digest.get(digest)
+        if found is None or not hmac.compare_digest(found[0], digest):
+            return None
+        return found[1]
+
+    def is_admin(self, key: bytes) -> bool:
+        digest = hashlib.sha256(key).digest()
+        # No early exit: every admin key is compared.
+        return sum(hmac.compare_digest(known, digest) for known in self._admin) > 0
+
+    def is_worker_token(self, key: bytes) -> bool:
+        token = self._worker_token
+        return token is not None and hmac.compare_digest(token, hashlib.sha256(key).digest())

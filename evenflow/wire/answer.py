@@ -1,0 +1,351 @@
+"""A worker's answer on its way to the caller: bytes in, bytes to write out, and what was learned on the way.
+
+`PlainAnswer` relays a body of any kind, `StreamAnswer` one of server-sent events. Both send head and first bytes as
+one piece, choose the framing anew, read the usage, and raise a Fault when the answer turns out to be none. Bytes are
+passed on as they came; what is changed is named here and nowhere else:
+
+- the usage event that accounting asked for is hidden from a caller who did not ask for it, and given its `choices`
+  when the engine left them out
+- an alias stays in `model`, where the worker wrote its own name
+- an error event before any content becomes an HTTP error; after content, everything behind it is cut off
+
+Never touches a socket, never reads a clock.
+"""
+
+from typing import Final
+
+import msgspec
+
+from evenflow.wire.faults import CallerError, Fault, OverloadError, WorkerError, error_body
+from evenflow.wire.http import LAST_CHUNK
+from evenflow.wire.openai import (
+    Usage,
+    error_in_event,
+    has_content,
+    is_usage_only,
+    rename_model,
+    splice,
+    usage_in_event,
+    usage_of,
+)
+from evenflow.wire.sse import EventReader, EventTooLarge, payload, split_events
+
+# Of a plain answer that comes in many reads, so much is kept to find its usage.
+TAIL_BYTES: Final = 64 * 1024
+# A plain answer in which a name must be changed is held whole; one longer than this is refused.
+HELD_BYTES_MAX: Final = 64 * 1024 * 1024
+
+
+class Head:
+    """What both kinds of answer need to know of the exchange."""
+
+    __slots__ = ("http11", "keep_alive", "lines", "rename", "status_line")
+
+    def __init__(
+        self,
+        status_line: bytes,
+        lines: list[bytes],
+        *,
+        http11: bool,
+        keep_alive: bool,
+        rename: tuple[bytes, bytes] | None,
+    ) -> None:
+        self.status_line = status_line
+        # Header lines to send, each with its line end; framing is added by the answer.
+        self.lines = lines
+        self.http11 = http11
+        self.keep_alive = keep_alive
+        # (the worker's name of the model, the name the caller used), None when they are the same.
+        self.rename = rename
+
+    def write(self, framing: bytes) -> bytes:
+        if not self.keep_alive:
+            framing += b"connection: close\r\n\r\n"
+        elif self.http11:
+            framing += b"\r\n"
+        else:
+            framing += b"connection: keep-alive\r\n\r\n"
+        return b"".join((self.status_line, *self.lines, framing))
+
+
+class PlainAnswer:
+    """A body that is not a stream of events."""
+
+    __slots__ = ("_chunked", "_held", "_held_bytes", "_length", "_ok", "_sent", "head", "outcome", "output_tokens", "usage")
+
+    def __init__(self, head: Head, length: int, *, ok: bool) -> None:
+        self.head = head
+        # Of the whole body, below 0 when it is not known.
+        self._length = length
+        self._ok = ok
+        self._held: list[bytes] = []
+        self._held_bytes = 0
+        self._sent = False
+        self._chunked = False
+        self.outcome = "ok" if ok else "error"
+        self.output_tokens = 0
+        self.usage: Usage | None = None
+
+    def take(self, body: bytes, complete: bool) -> bytes:
+        """The bytes to write now. Raises WorkerError for an answer that cannot be passed on.
+
+        1. The whole answer came in one read: one write, whatever its framing was.
+        2. A name must be changed: held until it is whole.
+        3. Else passed on as it comes.
+        """
+        rename = self.head.rename
+        if complete and not self._sent:  # (1)
+            if self._held:
+                body = b"".join((*self._held, body))
+            if not body and self._ok:
+                raise WorkerError("The worker answered with nothing. Try again.", retry_safe=True)
+            if self._ok:
+                self.usage = usage_of(body)
+                if rename is not None:
+                    body = rename_answer(body, rename)
+            return self.head.write(b"content-length: %d\r\n" % len(body)) + body
+        if rename is not None and self._ok:  # (2)
+            self._keep(body)
+            if self._held_bytes > HELD_BYTES_MAX:
+                raise WorkerError(f"The worker's answer is longer than {HELD_BYTES_MAX} bytes. Ask for less.")
+            return b""
+        return self._pass_on(body, complete)  # (3)
+
+    def _pass_on(self, body: bytes, complete: bool) -> bytes:
+        self._keep(body)
+        if self._held_bytes > 2 * TAIL_BYTES:
+            tail = b"".join(self._held)[-TAIL_BYTES:]
+            self._held, self._held_bytes = [tail], len(tail)
+        head = b""
+        if not self._sent:
+            if not body:
+                return b""  # wait for the first bytes, to send them along with the head
+            self._sent = True
+            head = self._first_head()
+        if complete and self._ok:
+            self.usage = usage_of(b"".join(self._held))
+        if not self._chunked:
+            return head + body
+        parts = [head]
+        if body:
+            parts += (b"%x\r\n" % len(body), body, b"\r\n")
+        if complete:
+            parts.append(LAST_CHUNK)
+        return b"".join(parts)
+
+    def _first_head(self) -> bytes:
+        if self._length >= 0:
+            return self.head.write(b"content-length: %d\r\n" % self._length)
+        if self.head.http11:
+            self._chunked = True
+            return self.head.write(b"transfer-encoding: chunked\r\n")
+        self.head.keep_alive = False
+        return self.head.write(b"")
+
+    def _keep(self, body: bytes) -> None:
+        self._held.append(body)
+        self._held_bytes += len(body)
+
+    def broken_off(self, fault: Fault) -> bytes | None:
+        """None: nothing but the end of the connection can say that the rest is missing."""
+        return None
+
+
+class StreamAnswer:
+    """A stream of server-sent events.
+
+    Nothing is sent before the first event that has content, so that an error until then can still be an HTTP error.
+    """
+
+    __slots__ = (
+        "_begun",
+        "_done",
+        "_ends_with_done",
+        "_held",
+        "_hide_usage",
+        "_last",
+        "_reader",
+        "_sent",
+        "head",
+        "outcome",
+        "output_tokens",
+        "usage",
+    )
+
+    def __init__(self, head: Head, *, hide_usage: bool, ends_with_done: bool) -> None:
+        self.head = head
+        self._hide_usage = hide_usage
+        # True for the routes whose streams end with `[DONE]`.
+        self._ends_with_done = ends_with_done
+        self._reader = EventReader()
+        # An event with content has come.
+        self._begun = False
+        self._held = b""
+        self._sent = False
+        self._done = False
+        self._last = b""
+        self.outcome = "ok"
+        self.output_tokens = 0
+        self.usage: Usage | None = None
+
+    def take(self, body: bytes, complete: bool) -> bytes:
+        """The bytes to write now. Raises a Fault for a stream that failed, or ended before its end."""
+        try:
+            block = self._reader.feed(body)
+        except EventTooLarge as error:
+            raise WorkerError(f"The worker sent an event that is too large: {error}.") from None
+        if complete:
+            block += self._reader.take_rest()
+        if block:
+            if (
+                not self._begun
+                or b'"usage"' in block
+                or b"[DONE]" in block
+                or b'"error"' in block
+                or self.head.rename is not None
+                or self.outcome != "ok"
+            ):
+                block = self._look(block)
+            else:
+                self.output_tokens += block.count(b"\n\n") or 1
+                self._last = block
+        if complete:
+            self._check_end()
+        return self._frame(block, complete)
+
+    def _frame(self, block: bytes, complete: bool) -> bytes:
+        if not self._sent:
+            if not self._begun and not complete:
+                self._held += block
+                return b""
+            self._sent = True
+            block = self._held + block
+            self._held = b""
+            if self.head.http11:
+                head = self.head.write(b"transfer-encoding: chunked\r\n")
+            else:
+                self.head.keep_alive = False
+                head = self.head.write(b"")
+        else:
+            head = b""
+        if not self.head.http11:
+            return head + block
+        if not block:
+            return head + LAST_CHUNK if complete else head
+        return b"%b%x\r\n%b\r\n%b" % (head, len(block), block, LAST_CHUNK if complete else b"")
+
+    def _look(self, block: bytes) -> bytes:
+        """Reads every event of the block; returns what of it may be seen."""
+        kept = []
+        for event in split_events(block):
+            if self.outcome != "ok":
+                break  # nothing follows an error
+            data = payload(event)
+            if data is None or data == b"[DONE]":
+                self._done = self._done or data is not None
+            else:
+                event = self._event(event, data)
+            kept.append(event)
+        return b"".join(kept)
+
+    def _event(self, event: bytes, data: bytes) -> bytes:
+        """One event with data; returns it as it may be shown, b"" to hide it."""
+        error = error_in_event(data) if b'"error"' in data else None
+        if error is not None:
+            if not self._begun:
+                raise fault_of_event(*error)
+            self.outcome = "failed"
+            return event
+        if b'"usage"' in data:
+            usage = usage_in_event(data)
+            if usage is not None:
+                self.usage = usage if self.usage is None else merged(self.usage, usage)
+                if is_usage_only(data):
+                    return b"" if self._hide_usage else with_choices(event, data)
+        self.output_tokens += 1
+        self._last = event
+        if not self._begun and has_content(data):
+            self._begun = True
+        if self.head.rename is not None:
+            event = rename_model(event, *self.head.rename)
+        return event
+
+    def _check_end(self) -> None:
+        """Raises when a stream was closed without having come to its end."""
+        if self.outcome != "ok" or self._done:
+            return
+        if not self.output_tokens:
+            raise WorkerError("The worker ended its answer before it began. Try again.", retry_safe=True)
+        if self._ends_with_done and not finished(self._last):
+            raise WorkerError("The worker broke its answer off. Try again.")
+
+    def broken_off(self, fault: Fault) -> bytes:
+        """One error event and the end of the body, without `[DONE]`; goes behind what was already sent."""
+        event = b"data: %b\n\n" % error_body(fault)
+        if self._reader.held:
+            event = b"\n\n" + event  # cannot run into half an event: halves are never sent; kept for strict readers
+        if not self.head.http11:
+            return event
+        return b"%x\r\n%b\r\n%b" % (len(event), event, LAST_CHUNK)
+
+
+Answer = PlainAnswer | StreamAnswer
+
+
+def merged(old: Usage, new: Usage) -> Usage:
+    """Counts only grow; an event may tell just some of them."""
+    return Usage(
+        max(old.input_tokens, new.input_tokens),
+        max(old.cached_tokens, new.cached_tokens),
+        max(old.output_tokens, new.output_tokens),
+    )
+
+
+def finished(block: bytes) -> bool:
+    """True when the block holds a finish reason that is not null."""
+    _, found, rest = block.rpartition(b'"finish_reason"')
+    return bool(found) and rest.lstrip(b" \t:").startswith(b'"')
+
+
+def with_choices(event: bytes, data: bytes) -> bytes:
+    """A usage event that surely has its `choices`."""
+    if b'"choices"' in data:
+        return event
+    return b"data: %b\n\n" % splice(data, {"choices": b"[]"})
+
+
+def rename_answer(body: bytes, rename: tuple[bytes, bytes]) -> bytes:
+    return rename_model(body, *rename)
+
+
+class _ErrorText(msgspec.Struct):
+    message: str | None = None
+    type: str | None = None
+
+
+def fault_of_event(code: int | None, raw: bytes) -> Fault:
+    """The HTTP error that an error event stands for, by the code it carries."""
+    try:
+        text = msgspec.json.decode(raw, type=_ErrorText).message
+    except msgspec.MsgspecError:
+        text = None
+    message = text or "The worker reported an error in place of an answer. Try again."
+    if code == 429:
+        return OverloadError(message, status=429, code="rate_limit_exceeded", retry_after_s=1.0)
+    if code is not None and 400 <= code < 500:
+        return CallerError(message, status=code)
+    status = 503 if code == 503 else 502
+    return WorkerError(message, status=status, retry_safe=True)
+
+
+def verdict(status: int, json_body: bool) -> Fault | None:
+    """The Fault to show in place of an answer that must not be passed on, None for all others."""
+    if status in (401, 403, 407):
+        return WorkerError(
+            "The worker refused the gateway's own credential. Ask the operator to check the worker's api_key."
+        )
+    if 300 <= status < 400:
+        return WorkerError("The worker answered with a redirect. Ask the operator to check the worker's url.")
+    if status >= 500 and not json_body:
+        return WorkerError(f"The worker failed with status {status}. Try again.", retry_safe=True)
+    return None
