@@ -109,14 +109,14 @@ def read_document(path: str, environ: Mapping[str, str]) -> Document:
 
 def parse_document(document: Document, text: str, environ: Mapping[str, str]) -> Document:
     """Fill a document from YAML text."""
-    tabs = [number for number, line in enumerate(text.splitlines(), 1) if re.match(r" *\t+ *\S", line)]
-    if tabs:
-        for line in tabs:
-            _refused(document, line, "a tab is used to indent; YAML takes only spaces here")
-        return document
     try:
         node = yaml.compose(text, Loader=_CoreLoader)
     except yaml.MarkedYAMLError as error:
+        tabs = [number for number, line in enumerate(text.splitlines(), 1) if re.match(r" *\t", line)]
+        for line in tabs:
+            _refused(document, line, "a tab is used to indent; YAML takes only spaces here")
+        if tabs:
+            return document
         mark = error.problem_mark or error.context_mark
         hint = '; write references in quotes: "${NAME}"' if _REFERENCE.search(text) else ""
         return _refused(document, mark.line + 1 if mark else 0, f"is not YAML here: {error.problem}{hint}")

@@ -5,6 +5,7 @@ those in the file. Reads the file and the environment it is given; changes nothi
 """
 
 import difflib
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -143,6 +144,8 @@ def _message(error: Any, location: Location) -> str:
         return f"unknown option{did_you_mean(str(location[-1]), fields_at(location[:-1]))}"
     if kind == "literal_error":
         return _not_one_of(context["expected"], error["input"])
+    if kind in _BOUNDS and isinstance(error["input"], float) and not math.isfinite(error["input"]):
+        kind = "finite_number"
     if kind in _BOUNDS:
         words, bound = _BOUNDS[kind]
         return f"must be {words} {_number(context[bound])}{_shown(error['input'], location)}"
