@@ -101,9 +101,9 @@ SMUGGLED = b"POST /v1/chat/completions HTTP/1.1\r\nhost: g\r\ncontent-length: %d
     ],
     ids=[
         "length and chunked", "chunked and length", "two codings", "chunked not last", "unknown coding",
-        "space before colon", "vertical tab", "two lengths", "two lengths reversed", "plus", "negative", "hex",
-        "list", "overflow", "words", "folded with colon", "folded", "bare line feeds", "one bare line feed",
-        "bare carriage return",
+        "space before colon", "vertical tab", "two lengths", "two lengths reversed", "plus", "negative",
+        "hex", "list", "overflow", "words", "folded with colon", "folded", "bare line feeds",
+        "one bare line feed", "bare carriage return",
     ],
 )  # fmt: skip
 def test_smuggling_shapes_reach_no_worker(gateway: GatewayThread, engine: MockEngine, data: bytes) -> None:
@@ -291,8 +291,9 @@ def test_deep_json(gateway: GatewayThread, engine: MockEngine) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        b"", b" ", b"null", b"[]", b'"text"', b"7", b"{", b"{}", b"{'model':'m'}", b'{"model":"m",}', b'{"model":"m"} x',
-        b"\xff\xfe", b'{"model":"\xff"}', b'{"model":"m","messages":[{"role":"user","content":"\\ud800"}]}',
+        b"", b" ", b"null", b"[]", b'"text"', b"7", b"{", b"{}", b"{'model':'m'}", b'{"model":"m",}',
+        b'{"model":"m"} x', b"\xff\xfe", b'{"model":"\xff"}',
+        b'{"model":"m","messages":[{"role":"user","content":"\\ud800"}]}',
         b'{"model":"m","temperature":NaN}', b'{"model":"m","temperature":1e999}', b"\xef\xbb\xbf{}",
     ],
     ids=range(17),

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ ROUTES = {
     "/tokenize": {"model": "m", "prompt": "x"},
     "/detokenize": {"model": "m", "tokens": [1]},
 }
-KEY_FORMS = {
+KEY_FORMS: dict[str, Callable[[str], tuple[dict[str, str], dict[str, str]]]] = {
     "bearer": lambda key: ({"authorization": f"Bearer {key}"}, {}),
     "lower case bearer": lambda key: ({"Authorization": f"bearer {key}"}, {}),
     "x-api-key": lambda key: ({"X-API-Key": key}, {}),
@@ -77,8 +78,8 @@ def test_endpoints_of_a_tenant_are_served_in_order_of_arrival(
     clients = [Client(gateway.port) for _ in range(len(ROUTES) + 1)]
     clients[0].send(request_bytes("POST", CHAT, chat("<<hold>>")))
     wait_until(lambda: engine.running == 1)
-    for number, (path, body) in enumerate(ROUTES.items(), 1):
-        clients[number].send(request_bytes("POST", path, body))
+    for number, (path, asked) in enumerate(ROUTES.items(), 1):
+        clients[number].send(request_bytes("POST", path, asked))
         gateway.wait_for(queued=number)
     engine.open_gate()
     assert all(client.read_answer().status == 200 for client in clients)
@@ -170,8 +171,8 @@ def test_the_same_key_twice_is_fine(engine: MockEngine, gateways: GatewayMaker) 
 
 @pytest.mark.parametrize(
     "value",
-    ["Bearer sk-é", "Bearer \xff\xfe", "Bearer ", "Bearer", "Basic sk-bob-3333", "sk-bob-3333 x", "Bearer sk-bob-333",
-     "Bearer sk-bob-33333", "Bearer " + "k" * 10000, "Bearer sk-bob-3333 sk-bob-3333"],
+    ["Bearer sk-é", "Bearer \xff\xfe", "Bearer ", "Bearer", "Basic sk-bob-3333", "sk-bob-3333 x",
+     "Bearer sk-bob-333", "Bearer sk-bob-33333", "Bearer " + "k" * 10000, "Bearer sk-bob-3333 sk-bob-3333"],
 )  # fmt: skip
 def test_odd_keys_are_401(engine: MockEngine, gateways: GatewayMaker, value: str) -> None:
     """Report 66: no key crashes the comparison."""
@@ -303,8 +304,8 @@ def test_no_key_and_no_prompt_shows_anywhere(
             body = chat(f"<<{marker}>> {SECRET_PROMPT}", stream=stream)
             answer = post(gateway.port, body, key=SECRET_KEY)
             told += answer.body + repr(answer.headers).encode()
-    for body in (b'{"model":"m","x":"' + SECRET_PROMPT.encode() + b'"', b"\xff" + SECRET_PROMPT.encode()):
-        told += post(gateway.port, body, key=SECRET_KEY).body
+    for broken in (b'{"model":"m","x":"' + SECRET_PROMPT.encode() + b'"', b"\xff" + SECRET_PROMPT.encode()):
+        told += post(gateway.port, broken, key=SECRET_KEY).body
     told += post(gateway.port, chat(SECRET_PROMPT, n=0, api_key=SECRET_KEY)).body
     told += post(gateway.port, chat(SECRET_PROMPT), key=SECRET_KEY + "x").body
     told += post(gateway.port, chat(SECRET_PROMPT, model=SECRET_KEY), key=SECRET_KEY).body.replace(

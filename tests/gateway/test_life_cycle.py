@@ -85,7 +85,7 @@ def test_leaving_while_queued_never_reaches_a_worker(engine: MockEngine, gateway
 
 
 def test_half_closing_after_the_request_is_still_answered(engine: MockEngine, gateways: GatewayMaker) -> None:
-    """A caller that only says that it has nothing more to send (nc, some HTTP/1.0 clients) may still be reading."""
+    """A caller that says that it has nothing more to send (nc, HTTP/1.0 clients) may still be reading."""
     engine.behaviour = Behaviour(head_delay_s=0.1)
     gateway = gateways(engine)
     with Client(gateway.port) as client:

@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 
 import pytest
-from support.gateway import GatewayMaker, served_at_once, wait_until
+from support.gateway import EngineMaker, GatewayMaker, served_at_once, wait_until
 from support.http import CHAT, Client, chat, exchange, post, request_bytes
 from support.mock_engine import Behaviour, MockEngine
 
@@ -55,7 +55,7 @@ def test_a_concurrency_limit_is_released_on_every_ending(
 
 
 def test_refused_requests_take_nothing(engine: MockEngine, gateways: GatewayMaker) -> None:
-    """Report 33: what is refused by authentication, validation, an unknown model or a full queue costs nothing."""
+    """Report 33: what is refused for its key, its body, its model or a full queue costs nothing."""
     engine.named["hold"] = Behaviour(gated=True)
     tenant = {"name": "a", "keys": ["sk-a"], "limits": {"concurrency": 1, "queued": 1}}
     gateway = gateways(engine, tenants=[tenant])
@@ -79,10 +79,10 @@ def test_refused_requests_take_nothing(engine: MockEngine, gateways: GatewayMake
 
 
 def test_concurrency_spans_models_and_workers(
-    engine: MockEngine, engines: object, gateways: GatewayMaker
+    engine: MockEngine, engines: EngineMaker, gateways: GatewayMaker
 ) -> None:
     """A tenant's limit is one, also when its requests go to workers that share nothing."""
-    other = engines(models=("other",))  # type: ignore[operator]
+    other = engines(models=("other",))
     for mock in (engine, other):
         mock.behaviour = Behaviour(head_delay_s=0.02)
     tenant = {"name": "a", "keys": ["sk-a"], "limits": {"concurrency": 2}}

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.gateway import GatewayMaker, fetch, log_lines, metric, wait_until
-from support.http import CHAT, Client, chat, post, request_bytes
+from support.gateway import GatewayMaker, log_lines, metric, wait_until
+from support.http import CHAT, Client, chat, fetch, post, request_bytes
 from support.mock_engine import Behaviour, MockEngine
 
 METRICS = [
@@ -136,9 +136,8 @@ def test_gauges_follow(engine: MockEngine, gateways: GatewayMaker) -> None:
 
 
 def lines_after(path: Path, count: int) -> list[dict[str, Any]]:
-    return wait_until(
-        lambda: lines if len(lines := log_lines(path)) >= count else None, 3, f"{count} log lines"
-    )
+    wait_until(lambda: len(log_lines(path)) >= count, 3, f"{count} log lines")
+    return log_lines(path)
 
 
 def test_one_line_for_each_request(engine: MockEngine, gateways: GatewayMaker, tmp_path: Path) -> None:

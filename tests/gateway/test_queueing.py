@@ -53,7 +53,7 @@ def held(engine: MockEngine, gateway: GatewayThread, slots: int = 1) -> Iterator
 def order_of_service(
     engine: MockEngine, gateway: GatewayThread, asks: Sequence[str], **fields: object
 ) -> list[str]:
-    """Queues one request for each name, in this order, behind a held slot; the order in which they were served."""
+    """Queues a request for each name, in this order, behind a held slot; the order of their service."""
     clients = []
     with held(engine, gateway):
         for number, who in enumerate(asks, 1):

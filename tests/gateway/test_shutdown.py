@@ -144,5 +144,5 @@ def test_stopping_in_process_closes_everything(engine: MockEngine, gateways: Gat
     assert client.closed_within(1)
     client.close()
     wait_until(lambda: engine.connections == 0, 2, "worker connections closed")
-    with pytest.raises(OSError):
+    with pytest.raises(ConnectionRefusedError):
         Client(gateway.port)

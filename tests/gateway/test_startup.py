@@ -1,4 +1,4 @@
-"""Starting: wrong configurations are told with their place, right ones serve from the command line (report 45)."""
+"""Starting: wrong configurations are told with their place, right ones serve (report 45)."""
 
 import os
 import subprocess
@@ -6,15 +6,24 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.gateway import ROOT, ProcessMaker, served_at_once, settings_for, wait_until, write_settings
+from support.gateway import (
+    ROOT,
+    GatewayProcess,
+    ProcessMaker,
+    served_at_once,
+    settings_for,
+    wait_ready,
+    wait_until,
+    write_settings,
+)
 from support.http import fetch
 from support.mock_engine import MockEngine
 
 
 def serve(*arguments: str, seconds: float = 10, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "evenflow", *arguments], capture_output=True, text=True, timeout=seconds, cwd=ROOT,
-        env={**os.environ, **environ}, check=False,
+        [sys.executable, "-m", "evenflow", *arguments], capture_output=True, text=True, timeout=seconds,
+        cwd=ROOT, env={**os.environ, **environ}, check=False,
     )  # fmt: skip
 
 
@@ -54,32 +63,13 @@ def test_a_port_in_use_is_told(engine: MockEngine, tmp_path: Path) -> None:
 
 
 def test_a_worker_on_the_command_line_needs_no_file(engine: MockEngine, tmp_path: Path) -> None:
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    log = (tmp_path / "err").open("w+")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "evenflow", "serve", "--port", "0", "--worker", engine.url],
-        stdout=subprocess.DEVNULL, stderr=log, cwd=tmp_path, env=environ,
-    )  # fmt: skip
+    gateway = GatewayProcess(tmp_path / "none.yaml", None, arguments=("--port", "0", "--worker", engine.url))
     try:
-
-        def port() -> int:
-            assert process.poll() is None, (tmp_path / "err").read_text()
-            for line in (tmp_path / "err").read_text().splitlines():
-                if "listening on http://127.0.0.1:" in line:
-                    return int(line.rsplit(":", 1)[1].strip())
-            return 0
-
-        class Found:
-            pass
-
-        gateway = Found()
-        gateway.port = wait_until(port, 10)  # type: ignore[attr-defined]
-        wait_until(lambda: fetch(gateway.port, "GET", "/readiness").status == 200, 5)  # type: ignore[attr-defined]
-        served_at_once(gateway)  # type: ignore[arg-type]
+        wait_ready(gateway)
+        served_at_once(gateway)
     finally:
-        process.terminate()
-        process.wait(10)
-        log.close()
+        gateway.stop()
+    assert gateway.process.returncode == 0
 
 
 def test_a_gateway_starts_before_its_workers(engine: MockEngine, processes: ProcessMaker) -> None:

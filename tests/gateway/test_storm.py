@@ -8,7 +8,7 @@ import struct
 from collections import Counter
 
 import pytest
-from support.gateway import AT_REST, GatewayMaker, GatewayThread, served_at_once, wait_until
+from support.gateway import AT_REST, EngineMaker, GatewayMaker, GatewayThread, served_at_once, wait_until
 from support.http import CHAT, chat, parse_answer, request_bytes
 from support.mock_engine import Behaviour, MockEngine
 
@@ -60,7 +60,7 @@ def make_request(chance: random.Random) -> bytes:
 
 
 async def one_caller(port: int, data: bytes, patience_s: float | None, way: str, seen: Counter[str]) -> None:
-    """One request on a connection of its own; leaves after its patience by closing, resetting or half-closing."""
+    """One request on a connection of its own; leaves after its patience, in one of many ways."""
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
     except OSError:
@@ -133,7 +133,10 @@ def run_storm(
         ],
         auth={"anonymous": True},
         limits={"queued": 60, "queue_timeout_s": 0.3, "body_bytes": 200_000, "n": 8},
-        timeouts={"first_byte_s": 0.2, "idle_s": 0.2, "total_s": 1.5, "header_s": 0.5, "body_s": 0.5, "keep_alive_s": 1},
+        timeouts={
+            "first_byte_s": 0.2, "idle_s": 0.2, "total_s": 1.5,
+            "header_s": 0.5, "body_s": 0.5, "keep_alive_s": 1,
+        },
         fleet={"probe_interval_s": 0.2},
     )  # fmt: skip
     served_at_once(gateway)
@@ -168,8 +171,8 @@ def settle(gateway: GatewayThread, engines: list[MockEngine]) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_two_thousand_requests_ended_in_every_way(engines: object, gateways: GatewayMaker) -> None:
-    fleet = [engines() for _ in range(3)]  # type: ignore[operator]
+def test_two_thousand_requests_ended_in_every_way(engines: EngineMaker, gateways: GatewayMaker) -> None:
+    fleet = [engines() for _ in range(3)]
     seen = run_storm(gateways, fleet, 2000)
     assert seen["left"] > 100, seen
     assert seen["200"] > 100, seen
@@ -179,16 +182,16 @@ def test_two_thousand_requests_ended_in_every_way(engines: object, gateways: Gat
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
-def test_ten_thousand_requests_ended_in_every_way(engines: object, gateways: GatewayMaker) -> None:
-    fleet = [engines() for _ in range(3)]  # type: ignore[operator]
+def test_ten_thousand_requests_ended_in_every_way(engines: EngineMaker, gateways: GatewayMaker) -> None:
+    fleet = [engines() for _ in range(3)]
     seen = run_storm(gateways, fleet, 10_000)
     assert seen["left"] > 500, seen
 
 
 @pytest.mark.timeout(60)
-def test_workers_dying_in_the_storm(engines: object, gateways: GatewayMaker) -> None:
+def test_workers_dying_in_the_storm(engines: EngineMaker, gateways: GatewayMaker) -> None:
     """Two of three workers die and come back, again and again, while a stream of calls goes on."""
-    fleet: list[MockEngine] = [engines(Behaviour(tokens=3, head_delay_s=0.005)) for _ in range(3)]  # type: ignore[operator]
+    fleet = [engines(Behaviour(tokens=3, head_delay_s=0.005)) for _ in range(3)]
     gateway = gateways(*fleet, slots=8, fleet={"probe_interval_s": 0.1})
     before = descriptors()
     data = request_bytes("POST", CHAT, chat(), close=True)

@@ -72,9 +72,8 @@ class GatewayThread:
     """A gateway in this process, on a uvloop in its own thread."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        from evenflow.gateway import Gateway
-
         from evenflow.config import load
+        from evenflow.gateway import Gateway
 
         loaded = load(str(write_settings(path, settings)), environ={}, overrides={})
         self._loop = uvloop.new_event_loop()
@@ -137,8 +136,16 @@ class GatewayThread:
 class GatewayProcess:
     """`evenflow serve` as a process; its output is kept in files beside its settings."""
 
-    def __init__(self, path: Path, settings: Mapping[str, Any], *, ready: bool = True) -> None:
-        write_settings(path, settings)
+    def __init__(
+        self,
+        path: Path,
+        settings: Mapping[str, Any] | None,
+        *,
+        ready: bool = True,
+        arguments: tuple[str, ...] = (),
+    ) -> None:
+        if settings is not None:
+            arguments = ("--config", str(write_settings(path, settings)), *arguments)
         self.stdout_path = path.with_suffix(".out")
         self.stderr_path = path.with_suffix(".err")
         environ = {
@@ -148,7 +155,7 @@ class GatewayProcess:
         }
         with self.stdout_path.open("wb") as out, self.stderr_path.open("wb") as err:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "evenflow", "serve", "--config", str(path)],
+                [sys.executable, "-m", "evenflow", "serve", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,

@@ -1,7 +1,7 @@
 """A raw HTTP/1.1 client for tests: bytes out as given, answers in as they came, framing kept visible.
 
-`Client` is one blocking connection. `exchange` is one request on a connection of its own inside an event loop,
-for many at once. Neither retries, pools or follows anything.
+`Client` is one blocking connection. `exchange` is one request on a connection of its own inside an event
+loop, for many at once. Neither retries, pools or follows anything.
 """
 
 import asyncio

@@ -212,7 +212,11 @@ class MockEngine:
         self._call(lambda: self._gate.clear() if self._gate else None)
 
     def drop_connections(self) -> None:
-        self._call(lambda: [connection.drop() for connection in list(self._connections)])
+        def drop() -> None:
+            for connection in list(self._connections):
+                connection.drop()
+
+        self._call(drop)
 
     def _call(self, action: Callable[[], object]) -> None:
         loop = self._loop
