@@ -97,7 +97,7 @@ def read_document(path: str, environ: Mapping[str, str]) -> Document:
     """The document in a file. Never raises for what the file holds: see `problems`."""
     document = Document(path)
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         return _refused(document, 0, "there is no such file; check the path given with --config")
     except UnicodeDecodeError:

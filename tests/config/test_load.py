@@ -536,10 +536,23 @@ def test_no_problem_shows_a_secret(problems, text):
     assert SECRET not in "\n".join(problems(text))
 
 
-def test_numbers_in_place_of_keys_are_not_shown(problems):
-    assert "73510" not in "\n".join(
-        problems("tenants: [{name: a, keys: [73510]}]\nauth: {worker_token: 73510}")
-    )
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tenants: [{name: a, keys: [73510]}]",
+        "tenants: [{name: a, keys: 73510}]",
+        "auth: {worker_token: 73510}",
+        "auth: {admin_keys: 73510}",
+        "workers: [{url: 'http://h:1', api_key: 73510}]",
+    ],
+)
+def test_numbers_in_place_of_keys_are_not_shown(problems, text):
+    (told,) = problems(text)
+    assert "73510" not in told
+
+
+def test_a_key_in_place_of_a_name_is_cut_short(problems):
+    assert problems("auth: {sk-secret: 1}")[0].startswith("evenflow.yaml:1: auth.sk-…: unknown option")
 
 
 def test_settings_show_no_secret_and_keep_no_plain_key(configuration):
