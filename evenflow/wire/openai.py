@@ -110,6 +110,10 @@ class Usage(Struct, gc=False, frozen=True):
 # Requests
 
 
+_NULL = Raw(b"null")
+_QUOTE, _BRACKET, _N = b'"[n'
+
+
 class _StreamOptions(Struct, gc=False):
     include_usage: bool | None = None
 
@@ -154,12 +158,12 @@ class _ChatBody(_Sampled, gc=False):
 
 
 class _CompletionsBody(_Sampled, gc=False):
-    prompt: Raw | UnsetType = UNSET
-    prompt_embeds: Raw | UnsetType = UNSET
+    prompt: Raw = _NULL
+    prompt_embeds: Raw = _NULL
 
 
 class _EmbeddingsBody(_Body, gc=False):
-    input: Raw | UnsetType = UNSET
+    input: Raw = _NULL
     messages: list[_Message] | None = None
 
 
@@ -244,19 +248,18 @@ def _read_chat(fields: _ChatBody, body_bytes: int, n_max: int) -> Request:
 
 
 def _read_completions(fields: _CompletionsBody, body_bytes: int, n_max: int) -> Request:
-    prompt = fields.prompt
-    if prompt is UNSET or prompt == b"null":
+    if _is_null(fields.prompt):
         # vLLM takes embeddings in the place of a prompt.
-        if fields.prompt_embeds is UNSET:
+        if _is_null(fields.prompt_embeds):
             raise _wrong("prompt", "missing", n_max)
         return _sampled_request(fields, n_max, 1, body_bytes)
-    prompts, tokens = _prompts(prompt, "prompt", _prompt_list, n_max)
+    prompts, tokens = _prompts(fields.prompt, "prompt", _prompt_list, n_max)
     return _sampled_request(fields, n_max, prompts, tokens * TOKEN_BYTES or body_bytes)
 
 
 def _read_embeddings(fields: _EmbeddingsBody, body_bytes: int, n_max: int) -> Request:
     prompts, tokens = 1, 0
-    if fields.input is not UNSET:
+    if not _is_null(fields.input):
         prompts, tokens = _prompts(fields.input, "input", _input_list, n_max)
     elif not fields.messages:
         # vLLM embeds chats too.
@@ -340,6 +343,10 @@ def _plain_request(fields: _Body, limit: int | None, prompts: int, prompt_bytes:
     )
 
 
+def _is_null(raw: Raw) -> bool:
+    return memoryview(raw)[0] == _N
+
+
 def _limit(value: int | None, name: str) -> int | None:
     if value is not None and value < 0:
         raise _wrong(name, _shown(value), 0)
@@ -359,11 +366,11 @@ _DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
 def _prompts(raw: Raw, name: str, decoder: "msgspec.json.Decoder[list[Any]]", n_max: int) -> tuple[int, int]:
     """How many prompts a `prompt` or `input` field holds, and how many token ids (0: it is text)."""
     view = memoryview(raw)
-    if view[0] == 0x22:
+    if view[0] == _QUOTE:
         if len(view) == 2:
             raise _wrong(name, "empty", n_max)
         return 1, 0
-    if view[0] != 0x5B:
+    if view[0] != _BRACKET:
         raise _wrong(name, "of another type", n_max)
     return _count_ids(raw) or _count_items(raw, name, decoder, n_max)
 
@@ -525,7 +532,7 @@ def _field_at(body: bytes, place: int) -> str | None:
     field = None
     for token in _TOKEN.finditer(body, 0, min(place + 1, BLAME_BYTES_MAX)):
         first = body[token.start()]
-        if first == 0x22:
+        if first == _QUOTE:
             if depth == 1 and token[2]:
                 field = token[1]
         else:
@@ -685,7 +692,6 @@ def ask_for_usage(body: bytes, request: Request) -> bytes:
 # ----------------------------------------------------------------------------------------------------
 # Answers
 
-_NULL = Raw(b"null")
 _Count = Annotated[int, Meta(ge=0)]
 
 
