@@ -39,15 +39,15 @@ class LocalRoutes:
         """Enters all routes into the front's tables."""
         self._front.local.update(
             {
-                b"/health": LocalRoute("health", GET, self.health),
-                b"/readiness": LocalRoute("readiness", GET, self.readiness),
-                b"/metrics": LocalRoute("metrics", GET, self.metrics),
-                b"/v1/models": LocalRoute("models", GET, self.models),
-                b"/list_models": LocalRoute("list_models", GET_POST, self.list_models),
-                b"/list_workers": LocalRoute("list_workers", GET, self.list_workers),
+                b"/health": LocalRoute(GET, self.health),
+                b"/readiness": LocalRoute(GET, self.readiness),
+                b"/metrics": LocalRoute(GET, self.metrics, for_operators=True),
+                b"/v1/models": LocalRoute(GET, self.models),
+                b"/list_models": LocalRoute(GET_POST, self.list_models),
+                b"/list_workers": LocalRoute(GET, self.list_workers, for_operators=True),
             }
         )
-        self._front.local_under[b"/v1/models/"] = LocalRoute("models", GET, self.model)
+        self._front.local_under[b"/v1/models/"] = LocalRoute(GET, self.model)
 
     def health(self, call: Call) -> LocalAnswer:
         """The process lives; says nothing of its workers, so that load or their death restarts no gateway."""
@@ -67,7 +67,7 @@ class LocalRoutes:
 
     def model(self, call: Call) -> LocalAnswer:
         self._identify(call)
-        name = percent_decoded(call.path.removeprefix(b"/v1/models/"))
+        name = percent_decoded(call.head.path.removeprefix(b"/v1/models/"))
         if name not in self._registry.lanes:
             raise CallerError(
                 "That model does not exist here. GET /v1/models lists the models that do.",
@@ -111,17 +111,16 @@ class LocalRoutes:
 
     def _identify(self, call: Call) -> None:
         """Whoever may call a model may list them; so may an operator."""
-        key = call.bearer or call.api_key
+        head = call.head
+        key = head.bearer if head.bearer is not None else head.api_key
         if key is not None and self._authenticator.directory.is_admin(key):
             return
-        self._authenticator.by_head(call)
-        if call.tenant is None:
-            call.tenant = self._authenticator.nobody()
+        call.tenant = self._authenticator.by_head(head) or self._authenticator.nobody()
 
     def _operators_only(self, call: Call) -> None:
-        call.origin = None  # no web page of another site may read what operators see
         directory = self._authenticator.directory
-        key = call.bearer or call.api_key
+        head = call.head
+        key = head.bearer if head.bearer is not None else head.api_key
         if directory.has_admin:
             if key is None or not directory.is_admin(key):
                 raise CallerError(
@@ -129,7 +128,7 @@ class LocalRoutes:
                     code="invalid_api_key",
                     status=401,
                 )
-        elif call.forwarded or call.client is None or not is_loopback(call.client.peer_host()):
+        elif head.forwarded or call.client is None or not is_loopback(call.client.peer_host()):
             raise CallerError(
                 "This is for operators, and without auth.admin_keys in the configuration it answers on the "
                 "gateway's own machine only.",

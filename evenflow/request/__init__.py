@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from evenflow.request.relay import WorkerConnection
     from evenflow.tenancy.directory import Member
     from evenflow.wire.faults import Fault
+    from evenflow.wire.http import RequestHead
     from evenflow.wire.openai import Request, Route, Usage
 
 
@@ -50,62 +51,48 @@ class Call:
     """One request of a client, from its head to its log line."""
 
     __slots__ = (
-        # -- accept: what came in
-        "client",  # where the answer goes; None once the client has left
-        "method",
-        "path",
-        "query",  # with its leading "?", or empty
-        "route",  # the relayed route, None for what the gateway answers itself
-        "forward",  # header lines that travel on to the worker, as bytes
-        "bearer",  # the key of `Authorization: Bearer`, None without one
-        "api_key",  # the key of `x-api-key`, None without one
-        "origin",  # of a page that asks across sites, None for all others
-        "forwarded",  # True when a proxy stands between the caller and us
+        "accepted_s",  # accept: when it was whole
+        "attempts",  # place: workers it was given to, so far
+        "body",  # accept: as it came; decode: as it goes on; emptied once a retry is no more possible
+        "charge_at",  # relay: output tokens at which the next charge is due
+        "client",  # where the answer goes; None once it is written, or the client has left
+        "connection",  # relay: the worker connection that carries it
+        "dispatched_s",  # place
+        "ended",  # settle: nothing is held any more
+        "failed_on",  # place: the last worker that failed it
+        "fault",  # accept: known to be wrong before its body had come
+        "first_byte_s",  # relay
+        "head",  # accept
+        "keep_alive",  # the client's connection stays open after the answer
+        "lease",  # place
+        "output_tokens",  # relay: counted by events while a stream runs
+        "request",  # decode
         "request_id",
-        "keep_alive",  # the connection stays open after the answer
-        "http11",
-        "body",
-        "fault",  # known wrong before its body had come
-        "accepted_s",
-        # -- authenticate, decode
-        "tenant",
-        "request",
-        # -- enqueue, place
-        "reserved",  # tokens taken out of the tenant's rate, None when it has none
-        "ticket",
-        "lease",
-        "attempts",  # workers it was given to, so far
-        "failed_on",  # the last worker that failed it
-        "dispatched_s",
-        # -- relay
-        "connection",  # the worker connection that carries it
-        "shown",  # True once a byte of the answer was written
-        "first_byte_s",
-        "output_tokens",  # counted by events while a stream runs
-        "charge_at",  # output tokens at which the next charge is due
-        "usage",  # what the engine told, None until then
-        # -- settle
-        "ended",
+        "reserved",  # enqueue: tokens taken out of the tenant's rate, None when it has none
+        "route",  # accept: the relayed route, None for what the gateway answers itself
+        "shown",  # relay: a byte of the answer was written
+        "tenant",  # authenticate
+        "ticket",  # enqueue
+        "usage",  # relay: what the engine told, None until then
     )
 
-    def __init__(self, client: "ClientConnection", accepted_s: float) -> None:
+    def __init__(
+        self,
+        client: "ClientConnection",
+        head: "RequestHead",
+        route: "Route | None",
+        tenant: "Member | None",
+        request_id: bytes,
+    ) -> None:
         self.client: ClientConnection | None = client
-        self.method = b""
-        self.path = b""
-        self.query = b""
-        self.route: Route | None = None
-        self.forward: list[bytes] = []
-        self.bearer: bytes | None = None
-        self.api_key: bytes | None = None
-        self.origin: bytes | None = None
-        self.forwarded = False
-        self.request_id = b""
-        self.keep_alive = True
-        self.http11 = True
+        self.head = head
+        self.route = route
+        self.tenant = tenant
+        self.request_id = request_id
+        self.keep_alive = head.keep_alive
         self.body = b""
         self.fault: Fault | None = None
-        self.accepted_s = accepted_s
-        self.tenant: Member | None = None
+        self.accepted_s = 0.0
         self.request: Request | None = None
         self.reserved: float | None = None
         self.ticket: Ticket | None = None

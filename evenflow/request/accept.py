@@ -26,23 +26,22 @@ from evenflow.request.decode import Decoder
 from evenflow.request.enqueue import Enqueuer
 from evenflow.request.relay import Relay
 from evenflow.request.settle import Settler
+from evenflow.tenancy.directory import Member
 from evenflow.timers import Wheel
 from evenflow.wire.faults import CallerError, Fault, OverloadError
 from evenflow.wire.http import (
     CONTINUE,
     PREFLIGHT,
-    REQUEST_HEADERS,
-    Kind,
+    HeadMemo,
+    RequestHead,
     cors_headers,
-    nominated_hop_headers,
-    request_id_is_sound,
+    memo_of,
     status_line,
 )
-from evenflow.wire.openai import ROUTES
+from evenflow.wire.openai import ROUTES, Route
 
 log = logging.getLogger("evenflow.accept")
 
-HEADERS_MAX = 200
 # Pipelined requests that wait behind the running one before the connection is read no further.
 PIPELINED_MAX = 32
 # A body must come at least this fast once its first seconds are over, in bytes per second.
@@ -68,26 +67,30 @@ class Phase(IntEnum):
 class LocalAnswer:
     """What a route of the gateway itself answers."""
 
-    __slots__ = ("body", "content_type", "extra", "status")
+    __slots__ = ("body", "content_type", "status")
 
-    def __init__(
-        self, body: bytes, content_type: bytes = b"application/json", status: int = 200, extra: bytes = b""
-    ) -> None:
+    def __init__(self, body: bytes, content_type: bytes = b"application/json", status: int = 200) -> None:
         self.status = status
         self.content_type = content_type
         self.body = body
-        self.extra = extra
 
 
 class LocalRoute:
     """A route that the gateway answers itself, at once."""
 
-    __slots__ = ("answer", "methods", "name")
+    __slots__ = ("answer", "for_operators", "methods")
 
-    def __init__(self, name: str, methods: tuple[bytes, ...], answer: Callable[[Call], LocalAnswer]) -> None:
-        self.name = name
+    def __init__(
+        self,
+        methods: tuple[bytes, ...],
+        answer: Callable[[Call], LocalAnswer],
+        *,
+        for_operators: bool = False,
+    ) -> None:
         self.methods = methods
         self.answer = answer
+        # No web page of another site may read what operators see.
+        self.for_operators = for_operators
 
 
 class Front:
@@ -126,7 +129,7 @@ class Front:
         self._id_prefix = os.urandom(6).hex().encode("ascii")
         self._ids = itertools.count()
 
-    def next_request_id(self) -> bytes:
+    def next_id(self) -> bytes:
         return b"req-%b-%x" % (self._id_prefix, next(self._ids))
 
     def begin(self, call: Call) -> None:
@@ -152,16 +155,16 @@ class Front:
             log.exception("a request failed in the gateway")
             self.settler.refuse(call, Fault("The gateway failed. This is a bug; the log of the gateway has more."))
 
-    def check_head(self, call: Call) -> None:
-        """What can be told from the head alone: whether the path and method exist, and a wrong key. Raises Fault."""
-        path, method = call.path, call.method
+    def check_head(self, head: RequestHead) -> tuple[Route | None, Member | None]:
+        """What the head alone tells: the route and the tenant. Raises Fault for a wrong path, method or key."""
+        path, method = head.path, head.method
         route = ROUTES.get(path)
         if route is not None:
             if method != b"POST":
                 raise wrong_method(method, (b"POST",))
-            call.route = route
-            self.authenticator.by_head(call)
-            return
+            if head.content_length > self.body_bytes_max:
+                raise self.body_too_large()
+            return route, self.authenticator.by_head(head)
         local = self._local(path)
         if local is None:
             raise CallerError(
@@ -171,6 +174,14 @@ class Front:
             )
         if method not in local.methods:
             raise wrong_method(method, local.methods)
+        return None, None
+
+    def body_too_large(self) -> CallerError:
+        return CallerError(
+            f"The body is larger than the {self.body_bytes_max} bytes that this gateway takes. Send less, or ask its "
+            "operator to raise limits.body_bytes.",
+            status=413,
+        )
 
     def _local(self, path: bytes) -> LocalRoute | None:
         local = self.local.get(path)
@@ -183,15 +194,16 @@ class Front:
     def _answer_locally(self, call: Call) -> None:
         client = call.client
         assert client is not None
-        if call.method == b"OPTIONS":
+        head = call.head
+        if head.method == b"OPTIONS":
             self.settler.end(call, 204, "ok", None)
-            client.answer(call, 204, b"", b"", PREFLIGHT if call.origin is not None else b"allow: GET, POST\r\n")
+            client.answer(call, 204, b"", b"", PREFLIGHT if head.origin is not None else b"allow: GET, POST\r\n")
             return
-        local = self._local(call.path)
+        local = self._local(head.path)
         assert local is not None
         answer = local.answer(call)
         self.settler.end(call, answer.status, "ok", None)
-        client.answer(call, answer.status, answer.content_type, answer.body, answer.extra)
+        client.answer(call, answer.status, answer.content_type, answer.body, cors=not local.for_operators)
 
 
 class ClientConnection(asyncio.Protocol):
@@ -203,7 +215,12 @@ class ClientConnection(asyncio.Protocol):
         "_call",  # being parsed
         "_front",
         "_head_bytes",
+        "_first_read",  # all that has come of the request, while it is parsed
         "_headers",
+        "_memo",  # knows the last head again
+        "_memo_head",
+        "_memo_route",
+        "_memo_tenant",
         "_next",  # whole requests that wait for the running one
         "_parser",
         "_paused",  # too much is pipelined to read on
@@ -224,6 +241,11 @@ class ClientConnection(asyncio.Protocol):
         self._call: Call | None = None
         self.call: Call | None = None
         self._next: list[Call] = []
+        self._memo: HeadMemo | None = None
+        self._memo_head: RequestHead
+        self._memo_route: Route | None = None
+        self._memo_tenant: Member | None = None
+        self._first_read = b""
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._pieces: list[bytes] = []
@@ -255,19 +277,29 @@ class ClientConnection(asyncio.Protocol):
         self._phase = Phase.RUNNING
         self.deadline = inf
 
-    def answer(self, call: Call, status: int, content_type: bytes, body: bytes, extra: bytes = b"") -> None:
+    def answer(
+        self,
+        call: Call,
+        status: int,
+        content_type: bytes,
+        body: bytes,
+        extra: bytes = b"",
+        *,
+        cors: bool = True,
+    ) -> None:
         """Writes a whole answer of the gateway's own and goes on to the next request."""
         lines = [status_line(status), b"x-request-id: %b\r\n" % call.request_id, extra]
         if content_type:
             lines.append(b"content-type: %b\r\ncontent-length: %d\r\n" % (content_type, len(body)))
-        if call.origin is not None:
-            lines.append(self.cors(call.origin))
+        head = call.head
+        if head.origin is not None and cors:
+            lines.append(self.cors(head.origin))
         if not call.keep_alive:
             lines.append(b"connection: close\r\n")
-        elif not call.http11:
+        elif not head.http11:
             lines.append(b"connection: keep-alive\r\n")
         lines.append(b"\r\n")
-        if call.method != b"HEAD":
+        if head.method != b"HEAD":
             lines.append(body)
         self.write(b"".join(lines))
         self.done(call)
@@ -338,7 +370,7 @@ class ClientConnection(asyncio.Protocol):
         if len(self._front.connections) > self._front.connections_max:
             stream.abort()
             return
-        self._await(Phase.HEAD, monotonic() + self._front.timeouts.header_s)
+        self._await(Phase.IDLE, monotonic() + self._front.timeouts.header_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._front.connections.discard(self)
@@ -352,6 +384,7 @@ class ClientConnection(asyncio.Protocol):
         self._next.clear()
         self._call = None
         self._pieces.clear()
+        del self._parser  # it refers back to us, and nothing should wait for the garbage collector
 
     def eof_received(self) -> bool:
         return False  # closes the transport: half a connection is a client that leaves
@@ -374,13 +407,35 @@ class ClientConnection(asyncio.Protocol):
             self._await(Phase.IDLE, monotonic() + self._front.timeouts.keep_alive_s)
 
     def data_received(self, data: bytes) -> None:
+        """1. The same head as before and its whole body: taken as it is.  2. All else goes through the parser."""
+        memo = self._memo
+        if memo is not None and self._phase is Phase.IDLE:  # (1)
+            body_at = memo.match(data)
+            if body_at:
+                front = self._front
+                head = self._memo_head
+                call = Call(self, head, self._memo_route, self._memo_tenant, head.request_id or front.next_id())
+                call.body = data[body_at:]
+                call.accepted_s = monotonic()
+                self.call = call
+                self._phase = Phase.RUNNING
+                self.deadline = inf
+                front.begin(call)
+                return
+        self._parse(data)  # (2)
+
+    def _parse(self, data: bytes) -> None:
+        front = self._front
         if self._phase is Phase.LINGER or self._unparsable is not None:
             return
         if self._phase is Phase.IDLE:
-            self._await(Phase.HEAD, monotonic() + self._front.timeouts.header_s)
-        if self._phase is Phase.HEAD and len(data) > self._front.header_bytes_max:
+            self._await(Phase.HEAD, monotonic() + front.timeouts.header_s)
+            self._first_read = data
+        else:
+            self._first_read = b""
+        if self._phase is Phase.HEAD and len(data) > front.header_bytes_max:
             end = data.find(b"\r\n\r\n")
-            if not 0 <= end <= self._front.header_bytes_max:
+            if not 0 <= end <= front.header_bytes_max:
                 self._head_too_large()
                 self._refuse_bytes()
                 return
@@ -391,9 +446,10 @@ class ClientConnection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             if self.call is None or self.call.keep_alive:  # behind the last request of a connection all is noise
                 self._unparsable = CallerError(f"The bytes received are not a request in HTTP/1.1: {error}.")
+        self._first_read = b""
         if self._phase is Phase.HEAD:
             self._head_bytes += len(data)
-            if self._head_bytes > self._front.header_bytes_max:
+            if self._head_bytes > front.header_bytes_max:
                 self._head_too_large()
         if self.call is None:
             if self._next:
@@ -421,76 +477,50 @@ class ClientConnection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         """A head is whole: reads it into a call. What is wrong with it is kept until its turn to be answered."""
         front = self._front
-        now = monotonic()
-        self._call = call = Call(self, now)
         self._body_bytes = 0
         self._head_bytes = 0
         if self.call is None:
+            now = monotonic()
             self._phase = Phase.BODY
             self._body_began_s = now
             self.deadline = now + front.timeouts.body_s
         parser = self._parser
-        call.method = parser.get_method()
-        call.keep_alive = parser.should_keep_alive()
         version = parser.get_http_version()
-        call.http11 = version == "1.1"
+        url = self._url if self._url.startswith(b"/") else origin_form(self._url)
+        path, mark, query = url.partition(b"?")
+        head = RequestHead(
+            parser.get_method(),
+            path,
+            mark + query,
+            http11=version == "1.1",
+            keep_alive=parser.should_keep_alive(),
+        )
+        route: Route | None = None
+        tenant: Member | None = None
+        fault: Fault | None = None
         try:
-            expect = self._read_headers(call)
-            url = self._url
-            if not url.startswith(b"/"):
-                url = origin_form(url)
-            call.path, mark, query = url.partition(b"?")
-            if mark:
-                call.query = b"?" + query
-            if not call.http11 and version != "1.0":
+            head.read_headers(self._headers)
+            if version not in ("1.0", "1.1"):
                 raise CallerError("This gateway speaks HTTP/1.0 and HTTP/1.1.", status=505)
-            if call.method == b"OPTIONS":
-                return
-            front.check_head(call)
-            if expect and call.http11:
-                self.write(CONTINUE)
-        except CallerError as fault:
-            call.fault = fault
+            if head.method != b"OPTIONS":
+                route, tenant = front.check_head(head)
+        except Fault as wrong:
+            fault = wrong
+        self._call = call = Call(self, head, route, tenant, head.request_id or front.next_id())
+        call.fault = fault
+        if fault is None and head.expects_continue and head.http11:
+            self.write(CONTINUE)
+        self._memo = None
+        if route is not None and fault is None and head.keep_alive and head.http11 and not head.expects_continue:
+            self._remember(head, route, tenant)
 
-    def _read_headers(self, call: Call) -> bool:
-        """Sorts the headers into what travels on and what the gateway itself must know. True for Expect: 100."""
-        forward = call.forward
-        expect = False
-        for name, value in self._headers:
-            lower = name.lower()
-            kind = REQUEST_HEADERS.get(lower)
-            if kind is None:
-                forward.append(b"%b: %b\r\n" % (lower, value))
-            elif kind is Kind.DROP:
-                continue
-            elif kind is Kind.AUTHORIZATION:
-                call.bearer = bearer_key(value)
-            elif kind is Kind.API_KEY:
-                call.api_key = value
-            elif kind is Kind.CONTENT_LENGTH:
-                if len(value) > 15 or int(value) > self._front.body_bytes_max:
-                    raise self._too_large()
-            elif kind is Kind.REQUEST_ID:
-                if request_id_is_sound(value):
-                    call.request_id = value
-            elif kind is Kind.EXPECT:
-                expect = value.lower() == b"100-continue"
-            elif kind is Kind.ORIGIN:
-                call.origin = value
-            elif kind is Kind.FORWARDED:
-                call.forwarded = True
-                forward.append(b"%b: %b\r\n" % (lower, value))
-            elif kind is Kind.CONNECTION:
-                hops = nominated_hop_headers(value)
-                if hops:
-                    call.forward = forward = [
-                        line for line in forward if line.partition(b":")[0] not in hops
-                    ]
-        if not call.request_id:
-            call.request_id = self._front.next_request_id()
-        if len(self._headers) > HEADERS_MAX:
-            raise CallerError(f"More than {HEADERS_MAX} headers. Send fewer.", status=431)
-        return expect
+    def _remember(self, head: RequestHead, route: Route, tenant: Member | None) -> None:
+        """Keeps a head that came in one read and is framed by its length, to know it again."""
+        data = self._first_read
+        end = data.find(b"\r\n\r\n") + 4
+        if end > 4 and head.content_length >= 0:
+            self._memo = memo_of(data, end)
+            self._memo_head, self._memo_route, self._memo_tenant = head, route, tenant
 
     def on_body(self, body: bytes) -> None:
         call = self._call
@@ -499,7 +529,7 @@ class ClientConnection(asyncio.Protocol):
         self._body_bytes += len(body)
         if self._body_bytes > self._front.body_bytes_max:
             self._pieces.clear()
-            call.fault = self._too_large()
+            call.fault = self._front.body_too_large()
             return
         self._pieces.append(body)
 
@@ -530,13 +560,6 @@ class ClientConnection(asyncio.Protocol):
         self.deadline = deadline
         self._front.wheel.arm(self)
 
-    def _too_large(self) -> CallerError:
-        return CallerError(
-            f"The body is larger than the {self._front.body_bytes_max} bytes that this gateway takes. Send less, or "
-            "ask its operator to raise limits.body_bytes.",
-            status=413,
-        )
-
     def _head_too_large(self) -> None:
         self._unparsable = CallerError(
             f"The head of the request is larger than {self._front.header_bytes_max} bytes. Send fewer or shorter "
@@ -551,12 +574,14 @@ class ClientConnection(asyncio.Protocol):
         self._refuse_unparsed(fault)
 
     def _refuse_unparsed(self, fault: Fault) -> None:
-        call = self._call or Call(self, monotonic())
+        call = self._call
+        if call is None:
+            head = RequestHead(b"", b"", b"", http11=True, keep_alive=False)
+            call = Call(self, head, None, None, self._front.next_id())
         self._call = None
+        call.accepted_s = monotonic()
         call.fault = fault
         call.keep_alive = False
-        if not call.request_id:
-            call.request_id = self._front.next_request_id()
         self.call = call
         self._front.begin(call)
 
@@ -572,7 +597,7 @@ class ClientConnection(asyncio.Protocol):
                 self._parser.feed_data(rest)
             return
         # The body is still to come: parse the head again, without the offer.
-        lines = [b"%b %b HTTP/1.1\r\n" % (call.method, self._url)]
+        lines = [b"%b %b HTTP/1.1\r\n" % (call.head.method, self._url)]
         for name, value in self._headers:
             if name.lower() not in (b"upgrade", b"connection", b"http2-settings"):
                 lines.append(b"%b: %b\r\n" % (name, value))
@@ -606,12 +631,6 @@ class ClientConnection(asyncio.Protocol):
             self._refuse_unparsed(CallerError("The head of the request did not come in time.", status=408))
         else:
             self.abort()
-
-
-def bearer_key(value: bytes) -> bytes:
-    """The key of an Authorization header; another scheme than Bearer carries none that could be right."""
-    scheme, _, key = value.partition(b" ")
-    return key.strip() if scheme.lower() == b"bearer" else value
 
 
 def origin_form(url: bytes) -> bytes:

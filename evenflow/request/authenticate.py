@@ -8,6 +8,7 @@ must agree. A wrong key is refused and never downgraded to anonymous, and nothin
 from evenflow.request import Call
 from evenflow.tenancy.directory import Directory, Member
 from evenflow.wire.faults import CallerError
+from evenflow.wire.http import RequestHead, two_keys
 
 
 class Authenticator:
@@ -18,16 +19,10 @@ class Authenticator:
     def __init__(self, directory: Directory) -> None:
         self.directory = directory
 
-    def by_head(self, call: Call) -> None:
-        """Settles who calls if the head has a key, so that a wrong one is refused before its body is read."""
-        key = call.bearer
-        if key is None:
-            key = call.api_key
-            if key is None:
-                return
-        elif call.api_key is not None and call.api_key != key:
-            raise _two_keys()
-        call.tenant = self._tenant(key)
+    def by_head(self, head: RequestHead) -> Member | None:
+        """The tenant of the head's key, None without one; a wrong key is refused before the body is read."""
+        key = head.bearer if head.bearer is not None else head.api_key
+        return None if key is None else self._tenant(key)
 
     def by_body(self, call: Call, body_key: str | None) -> None:
         """Settles who calls once the body has been decoded."""
@@ -36,8 +31,8 @@ class Authenticator:
             if call.tenant is None:
                 call.tenant = self._tenant(key)
                 return
-            if key != (call.bearer or call.api_key):
-                raise _two_keys()
+            if key not in (call.head.bearer, call.head.api_key):
+                raise two_keys()
         if call.tenant is None:
             call.tenant = self.nobody()
 
@@ -66,10 +61,3 @@ class Authenticator:
                 status=401,
             )
         return tenant
-
-
-def _two_keys() -> CallerError:
-    return CallerError(
-        "The request carries two keys that differ. Send one of 'Authorization', 'x-api-key' and 'api_key'.",
-        code="invalid_request_error",
-    )

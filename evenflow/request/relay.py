@@ -31,7 +31,7 @@ from evenflow.request.settle import Settler
 from evenflow.timers import Wheel
 from evenflow.wire.answer import Answer, Head, PlainAnswer, StreamAnswer, verdict
 from evenflow.wire.faults import Fault, WorkerError
-from evenflow.wire.http import ANSWER_HEADERS_MADE_NEW, status_line
+from evenflow.wire.http import AnswerHead, HeadMemo, memo_of
 from evenflow.wire.openai import splice
 
 log = logging.getLogger("evenflow.relay")
@@ -93,10 +93,10 @@ class Relay:
 
     def request_bytes(self, call: Call, worker: Worker) -> bytes:
         """Head and body for the worker, in one piece."""
-        body = call.body
+        body, head = call.body, call.head
         request, route = call.request, call.route
         assert request is not None and route is not None
-        name = worker.aliases.get(request.model)
+        name = worker.aliases.get(request.model) if worker.aliases else None
         if name is not None:
             body = splice(body, {"model": msgspec.json.encode(name)})
         return b"".join(
@@ -104,9 +104,9 @@ class Relay:
                 b"POST ",
                 worker.base,
                 route.path,
-                call.query,
+                head.query,
                 worker.head,
-                *call.forward,
+                head.forward,
                 b"x-request-id: %s\r\ncontent-length: %d\r\n\r\n" % (call.request_id, len(body)),
                 body,
             )
@@ -202,28 +202,29 @@ class Relay:
             connection.drop()
         self.settler.left(call)
 
-    def new_answer(self, call: Call, connection: "WorkerConnection", lines: list[bytes], length: int) -> Answer:
+    def new_answer(self, call: Call, worker: Worker, head: AnswerHead) -> Answer:
         """The answer object for a head that has come, with the lines that the gateway adds."""
-        request, route, client, worker = call.request, call.route, call.client, connection.worker
+        request, route, client = call.request, call.route, call.client
         assert request is not None and route is not None and client is not None
-        lines.append(b"x-request-id: %b\r\n" % call.request_id)
-        lines.append(worker.name_line)
-        lines.append(b"x-evenflow-queue-ms: %d\r\n" % ((call.dispatched_s - call.accepted_s) * 1e3))
-        if call.origin is not None:
-            lines.append(client.cors(call.origin))
-        name = worker.aliases.get(request.model)
-        head = Head(
-            status_line(connection.status),
-            lines,
-            http11=call.http11,
+        origin, name = call.head.origin, worker.aliases.get(request.model)
+        answer_head = Head(
+            b"%bx-request-id: %b\r\n%bx-evenflow-queue-ms: %d\r\n%b"
+            % (
+                head.start,
+                call.request_id,
+                worker.name_line,
+                (call.dispatched_s - call.accepted_s) * 1e3,
+                b"" if origin is None else client.cors(origin),
+            ),
+            http11=call.head.http11,
             keep_alive=call.keep_alive,
             rename=None if name is None else (name.encode("utf-8"), request.model.encode("utf-8")),
         )
-        if connection.content_type.startswith(b"text/event-stream"):
+        if head.content_type.startswith(b"text/event-stream"):
             return StreamAnswer(
-                head, hide_usage=not request.include_usage, ends_with_done=route.usage_option
+                answer_head, hide_usage=not request.include_usage, ends_with_done=route.usage_option
             )
-        return PlainAnswer(head, length, ok=connection.status < 400)
+        return PlainAnswer(answer_head, head.length, ok=head.status < 400)
 
     def charge(self, call: Call) -> None:
         """A running stream has produced more than was charged: charges what is there now."""
@@ -249,20 +250,20 @@ class WorkerConnection(asyncio.Protocol):
 
     __slots__ = (
         "_complete",  # the parser saw the end of the answer
+        "_first_read",  # all that has come of the answer, while its head is parsed
+        "_head",  # of the current answer, once it is whole
         "_head_bytes",  # read of the current answer before its head was whole
-        "_length",  # of the answer's body as its head says, -1 when it does not
-        "_lines",  # header lines that travel on to the client
+        "_headers",
+        "_memo",  # knows the last answer's head again
+        "_memo_head",
         "_parser",
         "_pieces",  # body bytes of this read
         "_relay",
         "_transport",
-        "_until_end",  # the end of the connection is the end of the answer
-        "answer",  # of the current call, once its head is whole
+        "answer",  # the current one, once its head is whole
         "call",
-        "content_type",
         "deadline",
         "reused",
-        "status",
         "total_deadline",
         "wheel_at",
         "worker",
@@ -272,24 +273,21 @@ class WorkerConnection(asyncio.Protocol):
         self._relay = relay
         self.worker = worker
         self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._memo: HeadMemo | None = None
+        self._memo_head: AnswerHead
         self.call: Call | None = None
         self.reused = False
         self.deadline = inf
         self.wheel_at = inf
         self.total_deadline = inf
-        self._parser = httptools.HttpResponseParser(self)
-        self._pieces: list[bytes] = []
-        self._reset()
-
-    def _reset(self) -> None:
         self.answer: Answer | None = None
+        self._head: AnswerHead | None = None
         self._complete = False
         self._head_bytes = 0
-        self._length = -1
-        self._lines: list[bytes] = []
-        self._until_end = False
-        self.status = 0
-        self.content_type = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._pieces: list[bytes] = []
+        self._first_read = b""
 
     # -- for the relay -------------------------------------------------------------------------------------------
 
@@ -363,49 +361,58 @@ class WorkerConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
+        """1. The same head as before and its whole body: no parser.  2. All else goes through the parser."""
         call = self.call
         if call is None:  # an idle connection must not speak
             self.drop()
             return
-        try:
+        if self._head is None:
+            memo = self._memo
+            if memo is not None and not self._head_bytes:  # (1)
+                body_at = memo.match(data)
+                if body_at:
+                    self._head = self._memo_head
+                    self._complete = True
+                    if self._begin(call, self._memo_head):
+                        self._go_on(call, data[body_at:])
+                    return
+            self._head_bytes += len(data)
+            self._first_read = data if self._head_bytes == len(data) else b""
+        try:  # (2)
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             if not self._complete:
                 self._broken(f"sent what is not HTTP ({error})")
                 return
-        if self.answer is None and not self._begin(call, len(data)):
-            return
-        self._go_on(call)
-
-    def _begin(self, call: Call, read: int) -> bool:
-        """Looks at a whole answer head; False when there is none yet or the call has failed on it."""
-        status = self.status
-        if not status:
-            self._head_bytes += read
+        head = self._head
+        if head is None:
             if self._head_bytes > ANSWER_HEAD_BYTES_MAX:
                 self._broken("sent an endless answer head")
-            return False
-        worker, relay = self.worker, self._relay
+            return
+        if self.answer is None and not self._begin(call, head):
+            return
+        pieces = self._pieces
+        body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        pieces.clear()
+        self._go_on(call, body)
+
+    def _begin(self, call: Call, head: AnswerHead) -> bool:
+        """Looks at a whole answer head; False when the call has failed on it."""
+        status, relay = head.status, self._relay
         if status >= 500:
-            relay.registry.failed(worker, f"answered {status}")
+            relay.registry.failed(self.worker, f"answered {status}")
         else:
-            relay.registry.answered(worker)
+            relay.registry.answered(self.worker)
         if status >= 300:
-            fault = verdict(status, self.content_type.startswith(b"application/json"))
+            fault = verdict(status, head.content_type.startswith(b"application/json"))
             if fault is not None:
                 relay.fail(call, fault)
                 return False
-        self.answer = relay.new_answer(call, self, self._lines, self._length)
+        self.answer = relay.new_answer(call, self.worker, head)
         return True
 
-    def _go_on(self, call: Call) -> None:
+    def _go_on(self, call: Call, body: bytes) -> None:
         """Hands what this read brought to the answer, in one piece, and what comes of it to the client."""
-        pieces = self._pieces
-        if len(pieces) == 1:
-            body = pieces[0]
-        else:
-            body = b"".join(pieces)
-        pieces.clear()
         answer = self.answer
         assert answer is not None
         complete = self._complete
@@ -422,7 +429,7 @@ class WorkerConnection(asyncio.Protocol):
                 call.shown = True
                 call.first_byte_s = monotonic()
                 call.body = b""  # no retry from here on
-                if not call.http11:
+                if not call.head.http11:
                     call.keep_alive = answer.head.keep_alive
             client.write(out)
         if complete:
@@ -439,16 +446,18 @@ class WorkerConnection(asyncio.Protocol):
         self._relay.wheel.arm(self)
 
     def _finish(self, call: Call, answer: Answer) -> None:
-        keep = not self._until_end and self._parser.should_keep_alive()
-        status = self.status
+        head = self._head
+        assert head is not None
         self._detach()
-        if keep:
+        if head.keep_alive:
             self.reused = True
-            self._reset()
-            self.rest(monotonic())
+            self._head = None
+            self._head_bytes = 0
+            self._complete = False
+            self.rest(self._relay.wheel.now)
         else:
             self.drop()
-        self._relay.finished(call, status, answer.outcome)
+        self._relay.finished(call, head.status, answer.outcome)
 
     def connection_lost(self, exc: Exception | None) -> None:
         call = self.call
@@ -456,18 +465,19 @@ class WorkerConnection(asyncio.Protocol):
             self.deadline = inf
             if self in self.worker.idle:
                 self.worker.idle.remove(self)
-        elif self._until_end and self.answer is not None and exc is None:
+        elif self._head is not None and self._head.until_end and self.answer is not None and exc is None:
             self._complete = True
-            self._go_on(call)
-        elif not self.status and self.reused:
+            self._go_on(call, b"")
+        elif self._head is None and self.reused:
             # A kept connection that its worker closed just as we used it: says nothing of the worker's health.
             self._relay.fail(call, _lost(self.worker, "closed a kept connection"))
-        elif not self.status:
+        elif self._head is None:
             self._relay.registry.unreachable(self.worker, "closed the connection before an answer")
             self._relay.fail(call, _lost(self.worker, "closed the connection before an answer"))
         else:
             self._broken("closed the connection in the middle of an answer")
         self._transport = None
+        del self._parser  # it refers back to us, and nothing should wait for the garbage collector
 
     def on_deadline(self, now: float) -> None:
         call = self.call
@@ -479,7 +489,7 @@ class WorkerConnection(asyncio.Protocol):
         name, timeouts = self.worker.name, self._relay.timeouts
         if now >= self.total_deadline:
             what = f"did not end its answer within {timeouts.total_s:g} s"
-        elif not self.status:
+        elif self._head is None:
             what = f"did not begin to answer within {timeouts.first_byte_s:g} s"
         else:
             what = f"sent nothing for {timeouts.idle_s:g} s"
@@ -500,31 +510,27 @@ class WorkerConnection(asyncio.Protocol):
     # -- httptools -----------------------------------------------------------------------------------------------
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        lower = name.lower()
-        if lower in ANSWER_HEADERS_MADE_NEW:
-            if lower == b"content-length":
-                self._length = int(value)
-            elif lower == b"transfer-encoding":
-                self._length = -2
-        else:
-            if lower == b"content-type":
-                self.content_type = value.lower()
-            self._lines.append(b"%b: %b\r\n" % (name, value))
+        self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
+        headers, self._headers = self._headers, []
         if status < 200:  # an interim answer; the real one follows
-            self._lines.clear()
-            self._length = -1
+            self._first_read = b""
             return
-        self.status = status
-        self._until_end = self._length == -1 and status not in (204, 304)
+        self._head = head = AnswerHead(status, headers, keep_alive=self._parser.should_keep_alive())
+        data, self._first_read = self._first_read, b""
+        self._memo = None
+        if head.keep_alive and head.length > 0:
+            end = data.find(b"\r\n\r\n") + 4
+            if end > 4:
+                self._memo, self._memo_head = memo_of(data, end), head
 
     def on_body(self, body: bytes) -> None:
         self._pieces.append(body)
 
     def on_message_complete(self) -> None:
-        if self.status:
+        if self._head is not None:
             self._complete = True
 
 

@@ -39,20 +39,13 @@ HELD_BYTES_MAX: Final = 64 * 1024 * 1024
 class Head:
     """What both kinds of answer need to know of the exchange."""
 
-    __slots__ = ("http11", "keep_alive", "lines", "rename", "status_line")
+    __slots__ = ("http11", "keep_alive", "rename", "start")
 
     def __init__(
-        self,
-        status_line: bytes,
-        lines: list[bytes],
-        *,
-        http11: bool,
-        keep_alive: bool,
-        rename: tuple[bytes, bytes] | None,
+        self, start: bytes, *, http11: bool, keep_alive: bool, rename: tuple[bytes, bytes] | None
     ) -> None:
-        self.status_line = status_line
-        # Header lines to send, each with its line end; framing is added by the answer.
-        self.lines = lines
+        # First line and header lines, without framing, which is added by the answer.
+        self.start = start
         self.http11 = http11
         self.keep_alive = keep_alive
         # (the worker's name of the model, the name the caller used), None when they are the same.
@@ -60,12 +53,10 @@ class Head:
 
     def write(self, framing: bytes) -> bytes:
         if not self.keep_alive:
-            framing += b"connection: close\r\n\r\n"
-        elif self.http11:
-            framing += b"\r\n"
-        else:
-            framing += b"connection: keep-alive\r\n\r\n"
-        return b"".join((self.status_line, *self.lines, framing))
+            return self.start + framing + b"connection: close\r\n\r\n"
+        if self.http11:
+            return self.start + framing + b"\r\n"
+        return self.start + framing + b"connection: keep-alive\r\n\r\n"
 
 
 class PlainAnswer:

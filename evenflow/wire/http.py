@@ -4,9 +4,12 @@ Framing and hop-by-hop headers are never relayed in either direction, a caller's
 and a worker's own connection management never reaches a caller. Touches no socket.
 """
 
+import re
 from enum import IntEnum
 from http import HTTPStatus
 from typing import Final
+
+from evenflow.wire.faults import CallerError
 
 
 class Kind(IntEnum):
@@ -44,6 +47,7 @@ REQUEST_HEADERS: Final[dict[bytes, Kind]] = {
     b"expect": Kind.EXPECT,
     b"x-request-id": Kind.REQUEST_ID,
     b"origin": Kind.ORIGIN,
+    b"content-type": Kind.DROP,  # what was decoded is JSON, and is declared so to the worker
     b"referer": Kind.DROP,
     # The bytes of an answer are scanned for usage, so a worker must not compress them.
     b"accept-encoding": Kind.DROP,
@@ -134,3 +138,166 @@ PREFLIGHT: Final = (
     b"x-stainless-async, anthropic-version, anthropic-beta\r\n"
     b"access-control-max-age: 86400\r\n"
 )
+
+
+# Headers of one request; more are refused.
+HEADERS_MAX: Final = 200
+# Digits of a Content-Length; a body of a petabyte is refused by its length before it is refused by its size.
+LENGTH_DIGITS_MAX: Final = 15
+
+_LENGTH_LINE = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,15})\r\n", re.IGNORECASE)
+
+
+class HeadMemo:
+    """Recognises a head that differs from an earlier one in nothing but the number of its Content-Length.
+
+    A connection that is kept sends the same head again and again; reading it once is enough. `match` compares bytes,
+    so whatever it accepts was accepted before, in full, by the parser.
+    """
+
+    __slots__ = ("after", "before", "digits_at")
+
+    def __init__(self, before: bytes, after: bytes) -> None:
+        self.before = before
+        self.after = after
+        self.digits_at = len(before)
+
+    def match(self, data: bytes) -> int:
+        """Where the body begins, if `data` is this head and exactly one whole body; else 0."""
+        if not data.startswith(self.before):
+            return 0
+        start = self.digits_at
+        end = data.find(b"\r", start, start + LENGTH_DIGITS_MAX + 1)
+        after = self.after
+        if end < 0 or not data.startswith(after, end):
+            return 0
+        digits = data[start:end]
+        body_at = end + len(after)
+        if digits.isdigit() and int(digits) == len(data) - body_at:
+            return body_at
+        return 0
+
+
+def memo_of(data: bytes, head_end: int) -> HeadMemo | None:
+    """The memo for the head in the first `head_end` bytes, None when it has not exactly one plain Content-Length."""
+    found = _LENGTH_LINE.search(data, 0, head_end)
+    if found is None:
+        return None
+    return HeadMemo(data[: found.start(1)], data[found.end(1) : head_end])
+
+
+class RequestHead:
+    """What a request's head says, in the form in which the stages use it. Never changed once it is read."""
+
+    __slots__ = (
+        "api_key",  # of x-api-key, None without one
+        "bearer",  # of Authorization: Bearer, None without one
+        "content_length",  # -1 without one
+        "expects_continue",
+        "forward",  # header lines that travel on to the worker, in one piece
+        "forwarded",  # a proxy stands between the caller and us
+        "http11",
+        "keep_alive",  # the caller wants to keep the connection
+        "method",
+        "origin",  # of a page that asks across sites, None for all others
+        "path",
+        "query",  # with its leading "?", or empty
+        "request_id",  # the caller's own, empty without a sound one
+    )
+
+    def __init__(self, method: bytes, path: bytes, query: bytes, *, http11: bool, keep_alive: bool) -> None:
+        self.method = method
+        self.path = path
+        self.query = query
+        self.http11 = http11
+        self.keep_alive = keep_alive
+        self.forward = b""
+        self.bearer: bytes | None = None
+        self.api_key: bytes | None = None
+        self.origin: bytes | None = None
+        self.forwarded = False
+        self.request_id = b""
+        self.content_length = -1
+        self.expects_continue = False
+
+    def read_headers(self, headers: list[tuple[bytes, bytes]]) -> None:
+        """Sorts the headers into what travels on and what the gateway itself must know. Raises CallerError."""
+        forward: list[tuple[bytes, bytes]] = []
+        hops: set[bytes] = set()
+        for name, value in headers:
+            lower = name.lower()
+            kind = REQUEST_HEADERS.get(lower)
+            if kind is None:
+                forward.append((lower, value))
+            elif kind is Kind.AUTHORIZATION:
+                self.bearer = _agreeing(self.bearer, bearer_key(value))
+            elif kind is Kind.API_KEY:
+                self.api_key = _agreeing(self.api_key, value)
+            elif kind is Kind.CONTENT_LENGTH:
+                # The parser has seen to it that these are digits; their number is bounded here.
+                self.content_length = int(value) if len(value) <= LENGTH_DIGITS_MAX else 10**LENGTH_DIGITS_MAX
+            elif kind is Kind.REQUEST_ID:
+                self.request_id = value if request_id_is_sound(value) else b""
+            elif kind is Kind.EXPECT:
+                self.expects_continue = value.lower() == b"100-continue"
+            elif kind is Kind.ORIGIN:
+                self.origin = value
+            elif kind is Kind.FORWARDED:
+                self.forwarded = True
+                forward.append((lower, value))
+            elif kind is Kind.CONNECTION:
+                hops |= nominated_hop_headers(value)
+        self.forward = b"".join([b"%b: %b\r\n" % pair for pair in forward if pair[0] not in hops])
+        if len(headers) > HEADERS_MAX:
+            raise CallerError(f"More than {HEADERS_MAX} headers. Send fewer.", status=431)
+        if self.bearer is not None and self.api_key is not None and self.bearer != self.api_key:
+            raise two_keys()
+
+
+def bearer_key(value: bytes) -> bytes:
+    """The key of an Authorization header; another scheme than Bearer carries none that could be right."""
+    scheme, _, key = value.partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else value
+
+
+def _agreeing(earlier: bytes | None, value: bytes) -> bytes:
+    if earlier is not None and earlier != value:
+        raise two_keys()
+    return value
+
+
+def two_keys() -> CallerError:
+    return CallerError(
+        "The request carries two keys that differ. Send one of 'Authorization', 'x-api-key' and 'api_key'."
+    )
+
+
+class AnswerHead:
+    """What the head of a worker's answer says. Never changed once it is read."""
+
+    __slots__ = ("content_type", "keep_alive", "length", "start", "status", "until_end")
+
+    def __init__(self, status: int, headers: list[tuple[bytes, bytes]], *, keep_alive: bool) -> None:
+        self.status = status
+        self.content_type = b""
+        # Of the body, -1 when the head does not say.
+        self.length = -1
+        chunked = False
+        lines = [status_line(status)]
+        for name, value in headers:
+            lower = name.lower()
+            if lower in ANSWER_HEADERS_MADE_NEW:
+                if lower == b"content-length":
+                    self.length = int(value)
+                elif lower == b"transfer-encoding":
+                    chunked = True
+            else:
+                if lower == b"content-type":
+                    self.content_type = value.lower()
+                lines.append(b"%b: %b\r\n" % (name, value))
+        # The first line and the headers that travel on to the caller.
+        self.start = b"".join(lines)
+        # The end of the connection is the end of the answer.
+        self.until_end = self.length < 0 and not chunked and status not in (204, 304)
+        # The worker lets us use the connection again.
+        self.keep_alive = keep_alive and not self.until_end
