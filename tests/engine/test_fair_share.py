@@ -26,9 +26,12 @@ from evenflow.fleet.engines.embedded import ALIAS_DEFAULT, EngineError, EnginePr
 
 CALLERS = 21
 ENGINES, SLOTS = 2, 4
-# Calls that are served before the measurement ends; some six of them are anonymous.
-CALLS = 72
-DEADLINE_S = 75.0
+# Calls that are served before the measurement ends; some seven of them are anonymous.
+CALLS = 76
+# On a busy machine it ends after a minute with fewer, and after more minutes in any case.
+CALLS_MIN = 62
+ENOUGH_S = 60.0
+DEADLINE_S = 180.0
 PROMPTS = [f"Tell me about {thing}." for thing in ("rivers", "boats", "birds", "trains")]
 KEYS = {"key1": "sk-key1", "key2": "sk-key2", "anonymous": None}
 
@@ -44,11 +47,14 @@ class Served:
 
 
 def ratio(calls: Sequence[Served], many: set[str], few: set[str]) -> float:
-    """Cost served to `many` per cost served to `few`, from after the first start of `few` to its last."""
+    """Cost served to `many` per cost served to `few`, from after the second start of `few` to its last.
+
+    Not from the first: what runs is charged by its estimate, so that turn may come early, within the bound.
+    """
     ordered = sorted(calls, key=lambda call: call.started_s)
     starts = [place for place, call in enumerate(ordered) if call.tenant in few]
-    assert len(starts) >= 4, f"too few calls of {few} to measure: {len(starts)}"
-    window = ordered[starts[0] + 1 : starts[-1] + 1]
+    assert len(starts) >= 5, f"too few calls of {few} to measure: {len(starts)}; is the machine busy?"
+    window = ordered[starts[1] + 1 : starts[-1] + 1]
     served = {
         names: sum(c.cost for c in window if c.tenant in names) for names in map(frozenset, (many, few))
     }
@@ -112,6 +118,11 @@ class Callers:
         for thread in self._threads:
             thread.start()
 
+    def wait_for(self, calls: int, deadline_s: float) -> None:
+        """Until so many calls were served, one failed, or the time has come."""
+        while not self.failures and len(self.served) < calls and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+
     def stop(self) -> None:
         self._stopped.set()
 
@@ -138,7 +149,7 @@ class Callers:
 
 def complete(port: int, key: str | None, prompt: Any, max_tokens: int) -> tuple[float, dict[str, Any]]:
     """Seconds that the gateway let it wait, and the answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=90)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     body = {"model": ALIAS_DEFAULT, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
     try:
@@ -203,9 +214,9 @@ def gateway(engines: list[EngineProcess], tmp_path: Path) -> Iterator[GatewayPro
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_while_all_wait_each_is_served_by_weight(
-    gateway: GatewayProcess, engines: list[EngineProcess], record_property: Any
+    gateway: GatewayProcess, engines: list[EngineProcess]
 ) -> None:
     callers = Callers(gateway.port, count_tokens(engines[0].url, PROMPTS))
     # Both engines are kept busy until all 63 wait, so that nobody gets a head start.
@@ -215,17 +226,15 @@ def test_while_all_wait_each_is_served_by_weight(
     ]
     for blocker in blockers:
         blocker.start()
-    wait_until(lambda: metric(gateway, "evenflow_in_flight") == ENGINES, 10, "both engines busy")
+    wait_until(lambda: metric(gateway, "evenflow_in_flight") == ENGINES, 20, "both engines busy")
     callers.start()
-    wait_until(lambda: metric(gateway, "evenflow_queued") == 3 * CALLERS, 5, "all callers wait")
+    wait_until(lambda: metric(gateway, "evenflow_queued") == 3 * CALLERS, 20, "all callers wait")
 
     began_s = time.monotonic()
-    wait_until(
-        lambda: callers.failures or len(callers.served) >= CALLS // 2, DEADLINE_S / 2, "half of the calls"
-    )
+    callers.wait_for(CALLS // 2, began_s + ENOUGH_S)
     web_wait_s, _ = complete(gateway.port, "sk-site", "Hello", 4)
-    left_s = DEADLINE_S - (time.monotonic() - began_s)
-    wait_until(lambda: callers.failures or len(callers.served) >= CALLS, left_s, "all calls")
+    callers.wait_for(CALLS, began_s + ENOUGH_S)
+    callers.wait_for(CALLS_MIN, began_s + DEADLINE_S)
     callers.stop()
     calls = list(callers.served)
     gateway.stop()
