@@ -31,10 +31,17 @@ SEED_MAX = 2**64 - 1
 TOKEN_BYTES = 4
 # Answers larger than this are searched for their usage from the tail, not decoded.
 ANSWER_BYTES_DECODED = 64 * 1024
+# More top-level fields than this are refused: no caller has them, and each costs a step in Python.
+FIELDS_MAX = 1000
+# Larger values are judged by their shape alone (token ids) or not at all (logit_bias), not made into objects.
+VALUE_BYTES_DECODED = 1 << 20
 # How much of a bad body is searched for the name of the field in which it goes wrong.
 BLAME_BYTES_MAX = 64 * 1024
 # Bodies with bytes above 127 are checked in pieces of this size, so that a large one is not copied at once.
 _UTF8_PIECE_BYTES = 256 * 1024
+
+# What decoding raises for bytes that are not what they should be.
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class Route(Struct, frozen=True):
@@ -118,7 +125,7 @@ class _StreamOptions(Struct, gc=False):
     include_usage: bool | None = None
 
 
-class _Message(Struct, gc=False):
+class _Object(Struct, gc=False):
     """Only that it is an object."""
 
 
@@ -150,11 +157,11 @@ class _Sampled(_Body, gc=False):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     stream_options: _StreamOptions | UnsetType | None = UNSET
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Raw = _NULL
 
 
 class _ChatBody(_Sampled, gc=False):
-    messages: list[_Message] | None = None
+    messages: Raw = _NULL
 
 
 class _CompletionsBody(_Sampled, gc=False):
@@ -164,7 +171,7 @@ class _CompletionsBody(_Sampled, gc=False):
 
 class _EmbeddingsBody(_Body, gc=False):
     input: Raw = _NULL
-    messages: list[_Message] | None = None
+    messages: Raw = _NULL
 
 
 class _ResponsesBody(_Body, gc=False):
@@ -172,12 +179,13 @@ class _ResponsesBody(_Body, gc=False):
 
 
 class _MessagesBody(_Body, gc=False):
-    messages: list[_Message] | None = None
+    messages: Raw = _NULL
     max_tokens: int | None = None
 
 
+_logit_bias = msgspec.json.Decoder(dict[str, float])
 _prompt_list = msgspec.json.Decoder(list[str | int | list[int]])
-_input_list = msgspec.json.Decoder(list[str | int | list[int] | _Message])
+_input_list = msgspec.json.Decoder(list[str | int | list[int] | _Object])
 
 # Fields that must not stand in a body twice: one reader would take the first, another the last.
 _DECIDING = frozenset(
@@ -242,8 +250,7 @@ def parse_request(route: Route, body: bytes, n_max: int) -> Request:
 
 
 def _read_chat(fields: _ChatBody, body_bytes: int, n_max: int) -> Request:
-    if not fields.messages:
-        raise _wrong("messages", "missing or empty", n_max)
+    _check_messages(fields.messages)
     return _sampled_request(fields, n_max, 1, body_bytes)
 
 
@@ -261,9 +268,11 @@ def _read_embeddings(fields: _EmbeddingsBody, body_bytes: int, n_max: int) -> Re
     prompts, tokens = 1, 0
     if not _is_null(fields.input):
         prompts, tokens = _prompts(fields.input, "input", _input_list, n_max)
-    elif not fields.messages:
-        # vLLM embeds chats too.
+    elif _is_null(fields.messages):
         raise _wrong("input", "missing", n_max)
+    else:
+        # vLLM embeds chats too.
+        _check_messages(fields.messages)
     return _plain_request(fields, None, prompts, tokens * TOKEN_BYTES or body_bytes)
 
 
@@ -272,8 +281,7 @@ def _read_responses(fields: _ResponsesBody, body_bytes: int, n_max: int) -> Requ
 
 
 def _read_messages(fields: _MessagesBody, body_bytes: int, n_max: int) -> Request:
-    if not fields.messages:
-        raise _wrong("messages", "missing or empty", n_max)
+    _check_messages(fields.messages)
     return _plain_request(fields, _limit(fields.max_tokens, "max_tokens"), 1, body_bytes)
 
 
@@ -306,6 +314,8 @@ def _sampled_request(fields: _Sampled, n_max: int, prompts: int, prompt_bytes: i
         raise _too_many(prompts, choices, n_max)
     if fields.seed is not None:
         _check_seed(fields.seed)
+    if fields.logit_bias is not _NULL and not _is_null(fields.logit_bias):
+        _check_logit_bias(fields.logit_bias)
     limit = _limit(fields.max_tokens, "max_tokens")
     if fields.max_completion_tokens is not None:
         limit = _limit(fields.max_completion_tokens, "max_completion_tokens")
@@ -343,6 +353,24 @@ def _plain_request(fields: _Body, limit: int | None, prompts: int, prompt_bytes:
     )
 
 
+# A list whose first item is an object. The engine looks at the others, which are its to understand.
+_MESSAGES = re.compile(rb"\[\s*\{")
+
+
+def _check_messages(messages: Raw) -> None:
+    if not _MESSAGES.match(messages):
+        raise _wrong("messages", "missing" if _is_null(messages) else "another thing or empty", 0)
+
+
+def _check_logit_bias(bias: Raw) -> None:
+    if memoryview(bias).nbytes > VALUE_BYTES_DECODED:
+        return
+    try:
+        _logit_bias.decode(bias)
+    except _UNREADABLE:
+        raise _wrong("logit_bias", "another thing", 0) from None
+
+
 def _is_null(raw: Raw) -> bool:
     return memoryview(raw)[0] == _N
 
@@ -372,14 +400,17 @@ def _prompts(raw: Raw, name: str, decoder: "msgspec.json.Decoder[list[Any]]", n_
         return 1, 0
     if view[0] != _BRACKET:
         raise _wrong(name, "of another type", n_max)
-    return _count_ids(raw) or _count_items(raw, name, decoder, n_max)
+    if _LIST_OF_IDS.match(raw):
+        counts = _count_ids(bytes(raw))
+        if counts is not None:
+            return counts
+        if view.nbytes > VALUE_BYTES_DECODED:
+            raise _wrong(name, "a long list with something other than common token ids inside", n_max)
+    return _count_items(raw, name, decoder, n_max)
 
 
-def _count_ids(raw: Raw) -> tuple[int, int] | None:
+def _count_ids(text: bytes) -> tuple[int, int] | None:
     """Prompts and ids of a sound list of ids, without making numbers of them; None when in any doubt."""
-    text = bytes(raw)
-    if not _LIST_OF_IDS.match(text):
-        return None
     shape = text.translate(_DIGITS, b" \t\r\n")
     brackets = shape.translate(None, b"0,")
     prompts = brackets.count(b"[") - 1
@@ -479,7 +510,7 @@ _LONE_SURROGATE = re.compile(
 )
 
 
-def _invalid_json(body: bytes, error: msgspec.DecodeError) -> CallerError:
+def _invalid_json(body: bytes, error: Exception) -> CallerError:
     match = _MALFORMED.search(str(error))
     if not body.strip():
         return CallerError("The body is empty; send a JSON object.", param="body")
@@ -568,11 +599,13 @@ class _NameReader:
     __slots__ = ("_decoder", "_names")
 
     def __init__(self) -> None:
-        self._names: list[str] = []
-        append = self._names.append
+        self._names = names = list[str]()
+        append = names.append
 
         def note(_: type, name: str) -> _Key:
             append(name)
+            if len(names) > FIELDS_MAX:
+                raise CallerError(f"The body has more than {FIELDS_MAX} fields; send fewer.", param="body")
             return _ONE_KEY
 
         self._decoder = msgspec.json.Decoder(dict[_Key, Raw], dec_hook=note)
@@ -604,7 +637,7 @@ def _top_level_values(body: bytes) -> list[tuple[str, Raw]]:
         return [(key.name, value) for key, value in _top_level.decode(body).items()]
     except msgspec.ValidationError as error:
         raise _wrong_type(error, 0) from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _invalid_json(body, error) from None
     except RecursionError:
         raise _too_deep() from None
@@ -746,7 +779,7 @@ def usage_in_event(payload: bytes) -> Usage | None:
         return None
     try:
         answer = _answer.decode(payload)
-    except (msgspec.DecodeError, RecursionError):
+    except _UNREADABLE:
         return None
     found = answer.usage
     if found is None:
@@ -778,7 +811,7 @@ def _usage_near_end(body: bytes) -> Usage | None:
         if match:
             try:
                 found = _usage(_usage_object.decode(match[1]))
-            except (msgspec.DecodeError, RecursionError):
+            except _UNREADABLE:
                 found = None
             if found:
                 return found
@@ -787,8 +820,8 @@ def _usage_near_end(body: bytes) -> Usage | None:
 
 
 class _UsageOnly(Struct, gc=False):
-    usage: _Message | None = None
-    choices: list[_Message] | None = None
+    usage: _Object | None = None
+    choices: list[_Object] | None = None
     error: Raw = _NULL
     # Events of the Messages and Responses APIs have a type; what they say besides usage is not ours to hide.
     type: Raw | UnsetType = UNSET
@@ -803,7 +836,7 @@ def is_usage_only(payload: bytes) -> bool:
         return False
     try:
         chunk = _usage_only.decode(payload)
-    except (msgspec.DecodeError, RecursionError):
+    except _UNREADABLE:
         return False
     if chunk.usage is None or chunk.choices or chunk.type is not UNSET:
         return False
@@ -849,7 +882,7 @@ def error_in_event(payload: bytes) -> tuple[int | None, bytes] | None:
                 {"message": message, "type": "upstream_error", "param": None, "code": None}
             )
         return _status_in(_failed.decode(shown)) or _status_in(event), shown
-    except (msgspec.DecodeError, RecursionError):
+    except _UNREADABLE:
         return None
 
 
@@ -867,7 +900,7 @@ def _status_in(fields: _Failed) -> int | None:
 
 
 _Nothing = Literal[""] | None
-_NoItems = Annotated[list[_Message], Meta(max_length=0)] | None
+_NoItems = Annotated[list[_Object], Meta(max_length=0)] | None
 
 
 class _EmptyDelta(Struct, gc=False, forbid_unknown_fields=True):
@@ -914,7 +947,7 @@ def has_content(payload: bytes) -> bool:
             _empty_chunk.decode(payload)
         else:
             _opening.decode(payload)
-    except (msgspec.DecodeError, RecursionError):
+    except _UNREADABLE:
         return True
     return False
 

@@ -135,6 +135,11 @@ def test_one_line_end_of_two_bytes_is_no_blank_line() -> None:
     assert reader.feed(b"\r\n") == b"data: a\r\ndata: b\r\n\r\n"
 
 
+def test_a_terminator_of_two_line_ends_stays_whole() -> None:
+    events = [b"data: a\r\n\r\n", b"data: b\n\r\n", b": c\r\r\n", b"data: d\r\r", b"data: e\n\n"]
+    assert split_events(b"".join(events)) == events
+
+
 def test_an_event_without_end_is_given_up_at_the_limit() -> None:
     reader = EventReader(bytes_max=100)
     assert reader.feed(b"data: " + b"x" * 94) == b""
