@@ -56,6 +56,7 @@ struct connection {
     bool wants_usage;
     long chunks_total;
     long chunks_left;
+    uint64_t gap_ns; /* as it was when the request came: later changes are for later requests */
 
     char *input;
     size_t input_length;
@@ -80,7 +81,7 @@ struct listener {
 
 static int epoll_fd;
 static bool log_unknown;
-static uint64_t gap_ns;
+static uint64_t gap_ns;   /* of the requests to come */
 static uint64_t first_ns;
 
 static struct listener listeners[PORTS_MAX];
@@ -91,6 +92,7 @@ static struct {
     unsigned long requests;
     unsigned long chunks;
     unsigned long connections; /* open now */
+    unsigned long busy;        /* requests that are being answered */
     unsigned long left;        /* requests whose reader closed before the end of the answer */
     uint64_t last_left_ns;
     unsigned long requests_by_port[PORTS_MAX];
@@ -175,6 +177,7 @@ static void close_connection(struct connection *connection)
     if (connection->closed)
         return;
     if (connection->state != READING) {
+        stats.busy--;
         stats.left++;
         stats.last_left_ns = now_ns();
     }
@@ -307,10 +310,16 @@ static void put_end(struct connection *connection)
 
 static void read_requests(struct connection *connection);
 
+static void end_request(struct connection *connection)
+{
+    connection->state = READING;
+    stats.busy--;
+}
+
 static void begin_answer(struct connection *connection)
 {
     if (!connection->is_stream) {
-        connection->state = READING;
+        end_request(connection);
         answer(connection, 200, "application/json", connection->is_chat ? CHAT_ANSWER : TEXT_ANSWER);
         return;
     }
@@ -321,7 +330,7 @@ static void begin_answer(struct connection *connection)
     if (!flush(connection) || connection->closed)
         return;
     /* Streams that began together spread over one gap, as those of a real engine's many callers do. */
-    schedule(connection, now_ns() + (first_ns ? 0 : (uint64_t)(drand48() * (double)gap_ns)));
+    schedule(connection, now_ns() + (first_ns ? 0 : (uint64_t)(drand48() * (double)connection->gap_ns)));
 }
 
 static void send_next(struct connection *connection)
@@ -331,14 +340,14 @@ static void send_next(struct connection *connection)
         put_next_token(connection);
         if (flush(connection)) {
             uint64_t now = now_ns();
-            uint64_t due_ns = was_due_ns + gap_ns;
-            bool on_time = gap_ns && due_ns + 4 * gap_ns > now;
+            uint64_t due_ns = was_due_ns + connection->gap_ns;
+            bool on_time = connection->gap_ns && due_ns + 4 * connection->gap_ns > now;
             schedule(connection, on_time ? due_ns : now + 1); /* + 1: the others' turn comes first */
         }
         return;
     }
     put_end(connection);
-    connection->state = READING;
+    end_request(connection);
     flush(connection);
 }
 
@@ -396,7 +405,9 @@ static void accept_completion(struct connection *connection, bool is_chat, const
     connection->wants_usage = member_is_true(body, length, "\"include_usage\"");
     connection->chunks_total = limit && strtol(limit, NULL, 10) > 0 ? strtol(limit, NULL, 10) : CHUNKS_DEFAULT;
     connection->chunks_left = connection->chunks_total;
+    connection->gap_ns = gap_ns;
     connection->state = WAITING;
+    stats.busy++;
     if (first_ns)
         schedule(connection, now_ns() + first_ns);
     else
@@ -418,8 +429,10 @@ static void answer_stats(struct connection *connection)
 {
     char body[1024];
     int length = snprintf(body, sizeof body,
-                          "{\"requests\":%lu,\"chunks\":%lu,\"connections\":%lu,\"left\":%lu,\"last_left_ns\":%llu,\"requests_by_port\":[",
-                          stats.requests, stats.chunks, stats.connections, stats.left, (unsigned long long)stats.last_left_ns);
+                          "{\"requests\":%lu,\"chunks\":%lu,\"connections\":%lu,\"busy\":%lu,\"left\":%lu,\"last_left_ns\":%llu,"
+                          "\"requests_by_port\":[",
+                          stats.requests, stats.chunks, stats.connections, stats.busy, stats.left,
+                          (unsigned long long)stats.last_left_ns);
     for (int i = 0; i < listener_count && length < (int)sizeof body - 32; i++)
         length += snprintf(body + length, sizeof body - (size_t)length, "%s%lu", i ? "," : "", stats.requests_by_port[i]);
     snprintf(body + length, sizeof body - (size_t)length, "]}");

@@ -1,0 +1,59 @@
+"""Evenflow with everything on: a tenant's key, limits, time limits, usage, metrics, ids, an access log."""
+
+import functools
+import subprocess
+import sys
+
+from lab import ROOT, NotMeasured
+
+from peers.peer import Peer, Site, Start
+
+CONFIGURATION = """\
+listen: {{host: 127.0.0.1, port: {port}}}
+auth: {{anonymous: false}}
+workers:
+{workers}
+scheduling: {{cost: tokens, placement: {placement}}}
+tenants:
+  - {{name: bench, group: keys, weight: 10, keys: ["{key}"], limits: {{concurrency: 8000, queued: 8000}}}}
+limits: {{queued: 10000, queue_timeout_s: 60}}
+timeouts: {{connect_s: 2, first_byte_s: 300, idle_s: 60, total_s: 600}}
+log: {{level: warning, access: "{access_log}"}}
+"""
+# Slots for every stream of the largest measurement: this is about the way through, not about waiting.
+SLOTS = 2000
+
+
+def prepare(site: Site, *, placement: str) -> Start:
+    workers = "\n".join(f'  - {{url: "{url}", models: [mock], slots: {SLOTS}}}' for url in site.worker_urls)
+    path = site.directory / "evenflow.yaml"
+    path.write_text(
+        CONFIGURATION.format(
+            port=site.port,
+            workers=workers,
+            placement=placement,
+            key=site.key,
+            access_log=site.directory / "access.log",
+        )
+    )
+    return Start((sys.executable, "-m", "evenflow", "serve", "--config", str(path)), _version())
+
+
+def _version() -> str:
+    command = [sys.executable, "-c", "import evenflow; print(evenflow.__version__)"]
+    outcome = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    if outcome.returncode != 0:
+        raise NotMeasured(f"cannot be imported here: {outcome.stderr.strip().splitlines()[-1]}")
+    return outcome.stdout.strip()
+
+
+PEERS = (
+    Peer(
+        "evenflow", "everything on, least-work placement", functools.partial(prepare, placement="least_work")
+    ),
+    Peer(
+        "evenflow-round-robin",
+        "everything on, round robin",
+        functools.partial(prepare, placement="round_robin"),
+    ),
+)
