@@ -428,13 +428,17 @@ def flood(port: int, seconds: float, callers: dict[str, int]) -> int:
     tallies = {tenant.name: Tally(callers.get(tenant.name, 12)) for tenant in TENANTS}
     until_s = time.monotonic() + seconds
     lock = threading.Lock()
+    # By turns, so that no tenant fills the engines before the others have come.
     threads = [
         threading.Thread(
             target=_keep_asking, args=(port, tenant, tallies[tenant.name], lock, until_s), daemon=True
         )
+        for number in range(max(tally.callers for tally in tallies.values()))
         for tenant in TENANTS
-        for _ in range(tallies[tenant.name].callers)
+        if number < tallies[tenant.name].callers
     ]
+    if not threads:
+        raise DemoError("nobody to flood with; give at least one tenant callers, such as --callers key1=12")
     print(
         f"{len(threads)} callers on http://127.0.0.1:{port} for {seconds:.0f} s; Ctrl-C ends it sooner.\n"
         "by weight: what a tenant gets while every tenant has callers that wait.",

@@ -276,6 +276,26 @@ def test_a_flood_without_a_demo_says_how_to_start_one(capsys: pytest.CaptureFixt
     assert "start the demo in another terminal" in error
 
 
+def test_a_flood_of_nobody_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    nobody = [flag for tenant in demo.TENANTS for flag in ("--callers", f"{tenant.name}=0")]
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        answering = threading.Thread(target=_answer_once, args=(silent,))
+        answering.start()
+        port = silent.getsockname()[1]
+        assert demo.main(parser.parse_args(["flood", "--port", str(port), *nobody])) == 1
+        answering.join(5)
+    assert "nobody to flood with" in capsys.readouterr().err
+
+
+def _answer_once(server: socket.socket) -> None:
+    connection, _ = server.accept()
+    with connection:
+        connection.recv(4096)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+
+
 @pytest.mark.parametrize(
     "flags",
     [
