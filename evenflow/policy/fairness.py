@@ -177,7 +177,7 @@ class _Line:
         # What it stands above its entity's V in this lane: one that waits in a slow lane and joins a fast one starts
         # level with the fast one, and keeps its place in the slow one.
         self.lift = 0.0
-        # Where it stood, lift and all, when it last left the race with a lift.
+        # Where its last start here left it, if it had a lift then: the debt it comes back with.
         self.left = 0.0
         # Sorted by age. Cancelled tickets stay until they come to the front or outnumber the others.
         self.tickets: deque[Ticket] = deque()
@@ -199,6 +199,8 @@ class _Line:
                 entity.race = race
         elif v < floor:
             self.lift = floor - v
+            if v < entity.v_started:
+                entity.v_started = v
         entity.racing += 1
         race.live += 1
         race.push(v + self.lift, age, self)
@@ -210,9 +212,7 @@ class _Line:
         if heap[0] is self.entry:
             heappop(heap)
         self.entry = None
-        if self.lift:
-            self.left = entity.v + self.lift
-            self.lift = 0.0
+        self.lift = 0.0
         race.live -= 1
         entity.racing -= 1
         if not entity.racing:
@@ -242,6 +242,8 @@ class _Line:
         entity.race = race
         if step > entity.estimate_max:
             entity.estimate_max = step
+        if self.lift:
+            self.left = key + step
 
 
 class _Entity:
