@@ -157,7 +157,7 @@ class Gateway:
         return {
             "calls": self._settler.live,
             "in_flight": sum(member.in_flight for member in members),
-            "queued": sum(member.queued for member in members) + self._scheduler.waiting(),
+            "queued": self._scheduler.waiting(),
             "leases": sum(worker.in_flight for worker in workers),
             "client_connections": len(self._front.connections),
             "worker_connections_busy": sum(len(worker.busy) for worker in workers),

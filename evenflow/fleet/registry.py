@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from evenflow.config import WorkerSettings
+from evenflow.observe.access_log import json_name
 
 if TYPE_CHECKING:
     from evenflow.request.place import Pool
@@ -49,6 +50,7 @@ class Worker:
         "in_flight",
         "last_seen_s",
         "live",
+        "log_name",
         "models",
         "models_given",
         "name",
@@ -79,6 +81,7 @@ class Worker:
         if settings.api_key is not None:
             self.head += b"authorization: Bearer %s\r\n" % settings.api_key.reveal().encode("utf-8")
         self.name_line = b"x-evenflow-worker: %s\r\n" % self.name.encode("ascii", "replace")
+        self.log_name = json_name(self.name)
         self.models_given = settings.models is not None
         self.models: frozenset[str] = frozenset(settings.models or ())
         # Name that callers use → name that the worker knows.

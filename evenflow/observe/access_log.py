@@ -19,29 +19,82 @@ FLUSH_S = 0.1
 LINES_MAX = 100_000
 
 
-class Line(msgspec.Struct, omit_defaults=True):
-    """The fields of a line, in the order in which they are written."""
+# A line of a call that ran on a worker, and of one that never came so far. They are formatted in one step, which costs
+# half of what an encoder takes for the same fields; what is put in is safe in JSON as it is: numbers, names that
+# `json_name` made, words of our own, and request ids of a restricted alphabet.
+_RAN = (
+    b'{"time":%.3f,"request_id":"%b",%b,"status":%d,"outcome":"%b","worker":%b,"queue_ms":%.1f,"ttft_ms":%b,'
+    b'"duration_ms":%.1f,"input_tokens":%d,"cached_tokens":%d,"output_tokens":%d,"cost":%.1f%b}'
+)
+_NEVER_RAN = b'{"time":%.3f,"request_id":"%b",%b,"status":%d,"outcome":"%b","duration_ms":%.1f%b}'
 
-    time: float
-    request_id: str
-    tenant: str | None
-    model: str | None
-    route: str
-    status: int
-    outcome: str
-    worker: str | None = None
-    queue_ms: float | None = None
-    ttft_ms: float | None = None
-    duration_ms: float = 0.0
-    input_tokens: int | None = None
-    cached_tokens: int | None = None
-    output_tokens: int | None = None
-    cost: float | None = None
-    error: str | None = None
+
+def json_name(name: str | None) -> bytes:
+    return msgspec.json.encode(name)
+
+
+def log_names(tenant: str | None, model: str | None, route: str) -> bytes:
+    """The names that stay the same over many lines."""
+    return b'"tenant":%b,"model":%b,"route":%b' % (json_name(tenant), json_name(model), json_name(route))
+
+
+def ran_line(
+    time: float,
+    request_id: bytes,
+    names: bytes,
+    status: int,
+    outcome: bytes,
+    worker: bytes,
+    queue_s: float,
+    first_byte_s: float,
+    duration_s: float,
+    input_tokens: int,
+    cached_tokens: int,
+    output_tokens: int,
+    cost: float,
+    error: str | None,
+) -> bytes:
+    """Times in seconds, written in milliseconds; `first_byte_s` below 0 when nothing was sent."""
+    return _RAN % (
+        time,
+        request_id,
+        names,
+        status,
+        outcome,
+        worker,
+        queue_s * 1e3,
+        b"%.1f" % (first_byte_s * 1e3) if first_byte_s >= 0.0 else b"null",
+        duration_s * 1e3,
+        input_tokens,
+        cached_tokens,
+        output_tokens,
+        cost,
+        b"" if error is None else b',"error":' + json_name(error),
+    )
+
+
+def never_ran_line(
+    time: float,
+    request_id: bytes,
+    names: bytes,
+    status: int,
+    outcome: bytes,
+    duration_s: float,
+    error: str | None,
+) -> bytes:
+    return _NEVER_RAN % (
+        time,
+        request_id,
+        names,
+        status,
+        outcome,
+        duration_s * 1e3,
+        b"" if error is None else b',"error":' + json_name(error),
+    )
 
 
 class AccessLog(Protocol):
-    def write(self, line: Line) -> None: ...
+    def write(self, line: bytes) -> None: ...
     def start(self, loop: asyncio.AbstractEventLoop) -> None: ...
     def close(self) -> None: ...
 
@@ -49,7 +102,7 @@ class AccessLog(Protocol):
 class NoLog:
     """The log that is off."""
 
-    def write(self, line: Line) -> None:
+    def write(self, line: bytes) -> None:
         return None
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -62,20 +115,19 @@ class NoLog:
 class JsonLog:
     """Writes to a file descriptor it owns."""
 
-    __slots__ = ("_descriptor", "_encode", "_handle", "_lines", "_loop", "_rest", "dropped")
+    __slots__ = ("_descriptor", "_handle", "_lines", "_loop", "_rest", "dropped")
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._encode = msgspec.json.Encoder().encode
         self._lines: list[bytes] = []
         self._rest = b""
         self._handle: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.dropped = 0
 
-    def write(self, line: Line) -> None:
+    def write(self, line: bytes) -> None:
         if len(self._lines) < LINES_MAX:
-            self._lines.append(self._encode(line))
+            self._lines.append(line)
         else:
             self.dropped += 1
 

@@ -17,6 +17,8 @@ from prometheus_client.core import (
     Metric,
 )
 
+from evenflow.observe.access_log import log_names
+
 SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 MICRO_SECONDS: Final = (2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 1e-2, 1e-1)
 OTHER: Final = "other"
@@ -47,18 +49,6 @@ class Histogram:
         family.add_metric(labels, [(bound, count or 0.0) for bound, count in buckets], self.total)
 
 
-class Series:
-    """What is counted of one tenant's requests to one model on one route."""
-
-    __slots__ = ("cached_tokens", "input_tokens", "output_tokens", "statuses")
-
-    def __init__(self) -> None:
-        self.statuses: dict[int, int] = {}
-        self.input_tokens = 0
-        self.cached_tokens = 0
-        self.output_tokens = 0
-
-
 class ModelTimes:
     """Times of one model's requests, over all tenants."""
 
@@ -70,31 +60,45 @@ class ModelTimes:
         self.queue_wait = Histogram(SECONDS)
 
 
+class Series:
+    """What is counted of one tenant's requests to one model on one route."""
+
+    __slots__ = ("cached_tokens", "input_tokens", "log_names", "output_tokens", "statuses", "times")
+
+    def __init__(self, times: ModelTimes, log_names: bytes) -> None:
+        self.statuses: dict[int, int] = {}
+        self.input_tokens = 0
+        self.cached_tokens = 0
+        self.output_tokens = 0
+        # Of the model, shared with the other tenants.
+        self.times = times
+        # The names as an access-log line has them, ready to be written.
+        self.log_names = log_names
+
+
 class Metrics:
     """All counts of a gateway. `gauges` is set by the gateway: what is read only when somebody asks."""
 
     def __init__(self) -> None:
-        self._series: dict[tuple[str, str, str], Series] = {}
+        self._series: dict[tuple[str | None, str | None, str], Series] = {}
         self._times: dict[str, ModelTimes] = {}
         self.decisions = Histogram(MICRO_SECONDS)
         self.retries = 0
         self.gauges: Callable[[], Iterable[Metric]] = tuple
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)  # type: ignore[arg-type]
+        self._registry.register(self)
 
-    def series(self, tenant: str, model: str, route: str) -> Series:
+    def series(self, tenant: str | None, model: str | None, route: str) -> Series:
+        """The series of these names; None for a caller or a model that is not known."""
         key = (tenant, model, route)
         found = self._series.get(key)
         if found is None:
             if len(self._series) >= SERIES_MAX:
-                key = (OTHER, OTHER, OTHER)
-            found = self._series.setdefault(key, Series())
-        return found
-
-    def times(self, model: str) -> ModelTimes:
-        found = self._times.get(model)
-        if found is None:
-            found = self._times.setdefault(model if len(self._times) < SERIES_MAX else OTHER, ModelTimes())
+                key = (None, None, OTHER)
+            found = self._series.get(key)
+            if found is None:
+                times = self._times.setdefault(model or OTHER, ModelTimes())
+                found = self._series[key] = Series(times, log_names(*key))
         return found
 
     def render(self) -> bytes:
@@ -107,7 +111,8 @@ class Metrics:
             "evenflow_requests", "Requests by outcome.", labels=["tenant", "model", "route", "status"]
         )
         tokens: dict[tuple[str, str], list[int]] = {}
-        for (tenant, model, route), series in self._series.items():
+        for names, series in self._series.items():
+            tenant, model, route = (name or OTHER for name in names)
             for status, count in series.statuses.items():
                 requests.add_metric([tenant, model, route, str(status)], count)
             sums = tokens.setdefault((tenant, model), [0, 0, 0])

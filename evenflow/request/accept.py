@@ -196,13 +196,13 @@ class Front:
         assert client is not None
         head = call.head
         if head.method == b"OPTIONS":
-            self.settler.end(call, 204, "ok", None)
+            self.settler.end(call, 204, b"ok", None)
             client.answer(call, 204, b"", b"", PREFLIGHT if head.origin is not None else b"allow: GET, POST\r\n")
             return
         local = self._local(head.path)
         assert local is not None
         answer = local.answer(call)
-        self.settler.end(call, answer.status, "ok", None)
+        self.settler.end(call, answer.status, b"ok", None)
         client.answer(call, answer.status, answer.content_type, answer.body, cors=not local.for_operators)
 
 

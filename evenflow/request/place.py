@@ -63,14 +63,12 @@ class Scheduler:
 
     def submit(self, ticket: Ticket) -> None:
         """Runs the ticket's call at once if it may, else queues it."""
-        began = perf_counter()
         lane: Lane = ticket.lane
         pool = lane.pool
         queue = pool.queue
         if not queue.waiting:
             index = self._placement.choose(lane.workers, ticket.slots)
             if index >= 0 and queue.start_now(ticket):
-                self._decisions.observe(perf_counter() - began)
                 self._grant(ticket, lane.workers[index])
                 return
         queue.submit(ticket)

@@ -8,7 +8,7 @@ OpenAI's shape. Never waits.
 import time
 from time import monotonic
 
-from evenflow.observe.access_log import AccessLog, Line
+from evenflow.observe.access_log import AccessLog, never_ran_line, ran_line
 from evenflow.observe.metrics import OTHER, Metrics
 from evenflow.policy.cost import BYTES_PER_TOKEN, CostModel
 from evenflow.request import Call
@@ -17,6 +17,7 @@ from evenflow.wire.faults import Fault, error_body, retry_after_value
 from evenflow.wire.openai import Usage
 
 CLIENT_GONE = 499
+NOTHING = Usage(0, 0, 0)
 
 
 class Settler:
@@ -38,7 +39,7 @@ class Settler:
     def refuse(self, call: Call, fault: Fault) -> None:
         """Tells the caller why there is no answer, and ends the call."""
         client = call.client
-        self.end(call, fault.status, "refused" if fault.status < 500 else "failed", fault)
+        self.end(call, fault.status, b"refused" if fault.status < 500 or call.lease is None else b"failed", fault)
         if client is not None:
             extra = b""
             if fault.retry_after_s is not None:
@@ -52,110 +53,100 @@ class Settler:
     def left(self, call: Call) -> None:
         """The client has gone; what was produced until now is charged."""
         call.client = None
-        self.end(call, CLIENT_GONE, "cancelled", None)
+        self.end(call, CLIENT_GONE, b"cancelled", None)
 
-    def end(self, call: Call, status: int, outcome: str, fault: Fault | None) -> None:
-        """Gives back all that the call holds and writes it down. `outcome`: ok, refused, failed or cancelled."""
+    def end(self, call: Call, status: int, outcome: bytes, fault: Fault | None) -> None:
+        """Gives back all that the call holds and writes it down. `outcome`: ok, error, refused, failed, cancelled."""
         if call.ended:
             return
         call.ended = True
         self.live -= 1
         now = monotonic()
+        tenant, request, route, ticket = call.tenant, call.request, call.route, call.ticket
         usage, cost = self._charge(call, status, outcome)
         if call.reserved is not None:
             self._settle_rate(call, now, usage)
-        self._count(call, status, now, usage)
-        self._log(call, status, outcome, now, usage, cost, fault)
-        call.ticket = None
-        call.connection = None
-
-    def _charge(self, call: Call, status: int, outcome: str) -> tuple[Usage | None, float | None]:
-        """Settles ticket and lease; returns what was used and its cost, None for a call that never ran.
-
-        1. Never dispatched: out of the queue, nothing charged.
-        2. Answered with an error, or failed before anything came: nothing was computed that one could bill.
-        3. The engine told its usage: that. Else what was relayed, and the prompt by its size.
-        """
-        ticket, lease, request = call.ticket, call.lease, call.request
-        if ticket is None or request is None:
-            return None, None
-        if lease is None:  # (1)
-            self._scheduler.cancel(ticket)
-            return None, None
-        usage = call.usage
-        if usage is None:
-            if status >= 400 and outcome != "cancelled" and not call.output_tokens:  # (2)
-                self._scheduler.finish(ticket, lease, 0.0)
-                return None, 0.0
-            usage = Usage(int(request.prompt_bytes / BYTES_PER_TOKEN), 0, call.output_tokens)  # (3)
-        cost = self._cost.actual(usage.input_tokens, usage.cached_tokens, usage.output_tokens, request.sequences)
-        if outcome == "ok" and usage.output_tokens:
-            self._cost.learn(ticket.tenant.name, request.model, usage.output_tokens / request.sequences)
-        self._scheduler.finish(ticket, lease, cost)
-        return usage, cost
-
-    def _settle_rate(self, call: Call, now: float, usage: Usage | None) -> None:
-        """Corrects what was reserved of the tenant's rate: all of it back for a call that was refused."""
-        tenant, reserved = call.tenant, call.reserved
-        assert tenant is not None and tenant.limits is not None and reserved is not None
-        if usage is None and call.lease is None:
-            tenant.limits.refund(now, reserved)
-        else:
-            tokens = usage.input_tokens + usage.output_tokens if usage is not None else 0
-            tenant.limits.settle(now, reserved, tokens)
-
-    def _count(self, call: Call, status: int, now: float, usage: Usage | None) -> None:
-        route = call.route
-        tenant, request = call.tenant, call.request
         # A model becomes a label only when somebody serves it, which a ticket proves.
-        model = request.model if request is not None and call.ticket is not None else OTHER
-        metrics = self._metrics
-        series = metrics.series(tenant.name if tenant is not None else OTHER, model, route.name if route else OTHER)
+        series = self._metrics.series(
+            tenant.name if tenant is not None else None,
+            request.model if request is not None and ticket is not None else None,
+            route.name if route is not None else OTHER,
+        )
         statuses = series.statuses
         statuses[status] = statuses.get(status, 0) + 1
-        if usage is not None:
+        lease = call.lease
+        began = call.accepted_s
+        error = None if fault is None else fault.code
+        if lease is None:
+            self._access_log.write(
+                never_ran_line(
+                    now + self._clock_offset, call.request_id, series.log_names, status, outcome, now - began, error
+                )
+            )
+        else:
             series.input_tokens += usage.input_tokens
             series.cached_tokens += usage.cached_tokens
             series.output_tokens += usage.output_tokens
-        if call.lease is not None:
-            times = metrics.times(model)
-            times.request.observe(now - call.accepted_s)
-            times.queue_wait.observe(call.dispatched_s - call.accepted_s)
-            if call.first_byte_s:
-                times.first_token.observe(call.first_byte_s - call.accepted_s)
+            times = series.times
+            times.request.observe(now - began)
+            times.queue_wait.observe(call.dispatched_s - began)
+            first = call.first_byte_s - began if call.first_byte_s else -1.0
+            if first >= 0.0:
+                times.first_token.observe(first)
+            self._access_log.write(
+                ran_line(
+                    now + self._clock_offset,
+                    call.request_id,
+                    series.log_names,
+                    status,
+                    outcome,
+                    lease.worker.log_name,
+                    call.dispatched_s - began,
+                    first,
+                    now - began,
+                    usage.input_tokens,
+                    usage.cached_tokens,
+                    usage.output_tokens,
+                    cost,
+                    error,
+                )
+            )
+        call.ticket = None
+        call.connection = None
 
-    def _log(
-        self,
-        call: Call,
-        status: int,
-        outcome: str,
-        now: float,
-        usage: Usage | None,
-        cost: float | None,
-        fault: Fault | None,
-    ) -> None:
-        began = call.accepted_s
-        tenant, request, lease = call.tenant, call.request, call.lease
-        line = Line(
-            round(now + self._clock_offset, 3),
-            call.request_id.decode("ascii"),
-            tenant.name if tenant is not None else None,
-            request.model if request is not None and call.ticket is not None else None,
-            call.route.name if call.route is not None else OTHER,
-            status,
-            outcome,
-            duration_ms=round((now - began) * 1e3, 1),
-        )
-        if lease is not None:
-            line.worker = lease.worker.name
-            line.queue_ms = round((call.dispatched_s - began) * 1e3, 1)
-            if call.first_byte_s:
-                line.ttft_ms = round((call.first_byte_s - began) * 1e3, 1)
-        if usage is not None:
-            line.input_tokens = usage.input_tokens
-            line.cached_tokens = usage.cached_tokens
-            line.output_tokens = usage.output_tokens
-            line.cost = cost
-        if fault is not None:
-            line.error = fault.code
-        self._access_log.write(line)
+    def _charge(self, call: Call, status: int, outcome: bytes) -> tuple[Usage, float]:
+        """Settles ticket and lease; returns what was used and its cost.
+
+        1. Never dispatched: out of the queue, nothing charged.
+        2. The engine told its usage: that.
+        3. Answered with an error, or failed before anything came: nothing was computed that one could bill.
+        4. Else what was relayed, and the prompt by its size.
+        """
+        ticket, lease, request = call.ticket, call.lease, call.request
+        if ticket is None or request is None:
+            return NOTHING, 0.0
+        if lease is None:  # (1)
+            self._scheduler.cancel(ticket)
+            return NOTHING, 0.0
+        usage, model = call.usage, self._cost
+        if usage is None:
+            if status >= 400 and outcome != b"cancelled" and not call.output_tokens:  # (3)
+                self._scheduler.finish(ticket, lease, 0.0)
+                return NOTHING, 0.0
+            usage = Usage(int(request.prompt_bytes / BYTES_PER_TOKEN), 0, call.output_tokens)  # (4)
+        sequences = request.sequences
+        output_tokens = usage.output_tokens
+        cost = model.actual(usage.input_tokens, usage.cached_tokens, output_tokens, sequences)
+        if output_tokens and outcome == b"ok":
+            model.learn(ticket.tenant.name, request.model, output_tokens / sequences)
+        self._scheduler.finish(ticket, lease, cost)
+        return usage, cost
+
+    def _settle_rate(self, call: Call, now: float, usage: Usage) -> None:
+        """Corrects what was reserved of the tenant's rate: all of it back for a call that was refused."""
+        tenant, reserved = call.tenant, call.reserved
+        assert tenant is not None and tenant.limits is not None and reserved is not None
+        if call.lease is None:
+            tenant.limits.refund(now, reserved)
+        else:
+            tenant.limits.settle(now, reserved, usage.input_tokens + usage.output_tokens)

@@ -62,7 +62,8 @@ class Head:
 class PlainAnswer:
     """A body that is not a stream of events."""
 
-    __slots__ = ("_chunked", "_held", "_held_bytes", "_length", "_ok", "_sent", "head", "outcome", "output_tokens", "usage")
+    __slots__ = ("_chunked", "_held", "_held_bytes", "_length", "_ok", "_sent", "head", "broken",
+        "outcome", "output_tokens", "usage")
 
     def __init__(self, head: Head, length: int, *, ok: bool) -> None:
         self.head = head
@@ -73,7 +74,8 @@ class PlainAnswer:
         self._held_bytes = 0
         self._sent = False
         self._chunked = False
-        self.outcome = "ok" if ok else "error"
+        self.broken: WorkerError | None = None
+        self.outcome = b"ok" if ok else b"error"
         self.output_tokens = 0
         self.usage: Usage | None = None
 
@@ -158,6 +160,7 @@ class StreamAnswer:
         "_reader",
         "_sent",
         "head",
+        "broken",
         "outcome",
         "output_tokens",
         "usage",
@@ -175,7 +178,9 @@ class StreamAnswer:
         self._sent = False
         self._done = False
         self._last = b""
-        self.outcome = "ok"
+        # Set when the stream turned out to have been cut; what `take` returned is still to be written.
+        self.broken: WorkerError | None = None
+        self.outcome = b"ok"
         self.output_tokens = 0
         self.usage: Usage | None = None
 
@@ -194,14 +199,18 @@ class StreamAnswer:
                 or b"[DONE]" in block
                 or b'"error"' in block
                 or self.head.rename is not None
-                or self.outcome != "ok"
+                or self.outcome != b"ok"
             ):
                 block = self._look(block)
             else:
                 self.output_tokens += block.count(b"\n\n") or 1
                 self._last = block
         if complete:
-            self._check_end()
+            self.broken = self._end_fault()
+            if self.broken is not None:
+                complete = False
+                if not self._begun:
+                    raise self.broken
         return self._frame(block, complete)
 
     def _frame(self, block: bytes, complete: bool) -> bytes:
@@ -229,7 +238,7 @@ class StreamAnswer:
         """Reads every event of the block; returns what of it may be seen."""
         kept = []
         for event in split_events(block):
-            if self.outcome != "ok":
+            if self.outcome != b"ok":
                 break  # nothing follows an error
             data = payload(event)
             if data is None or data == b"[DONE]":
@@ -245,7 +254,7 @@ class StreamAnswer:
         if error is not None:
             if not self._begun:
                 raise fault_of_event(*error)
-            self.outcome = "failed"
+            self.outcome = b"failed"
             return event
         if b'"usage"' in data:
             usage = usage_in_event(data)
@@ -261,14 +270,15 @@ class StreamAnswer:
             event = rename_model(event, *self.head.rename)
         return event
 
-    def _check_end(self) -> None:
-        """Raises when a stream was closed without having come to its end."""
-        if self.outcome != "ok" or self._done:
-            return
+    def _end_fault(self) -> WorkerError | None:
+        """Not None when the stream was closed without having come to its end."""
+        if self.outcome != b"ok" or self._done:
+            return None
         if not self.output_tokens:
-            raise WorkerError("The worker ended its answer before it began. Try again.", retry_safe=True)
+            return WorkerError("The worker ended its answer before it began. Try again.", retry_safe=True)
         if self._ends_with_done and not finished(self._last):
-            raise WorkerError("The worker broke its answer off. Try again.")
+            return WorkerError("The worker broke its answer off. Try again.")
+        return None
 
     def broken_off(self, fault: Fault) -> bytes:
         """One error event and the end of the body, without `[DONE]`; goes behind what was already sent."""
