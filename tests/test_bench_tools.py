@@ -29,9 +29,7 @@ pytestmark = [
 
 def compile_c(source: pathlib.Path, directory: pathlib.Path) -> pathlib.Path:
     program = directory / source.stem
-    command = ["cc", "-O2", "-Wall", "-Wextra", "-Werror", "-o", str(program), str(source), "-lm"]
-    if source.parent == LOADLAB:
-        command = [word for word in command if not word.startswith("-W")]
+    command = ["cc", "-O2", "-o", str(program), str(source), "-lm"]
     subprocess.run(command, check=True, capture_output=True)
     return program
 
