@@ -354,7 +354,7 @@ def test_prompts_and_choices_are_bounded_together() -> None:
     [
         (CHAT, b'{"model":"m",' + b'"a":1,' * 4_000_000 + HELLO + b"}", "body"),
         (CHAT, b'{"model":"m","messages":[' + b"{}," * 8_000_000 + b"{}]}", None),
-        (CHAT, chat(b'"logit_bias":{' + b'"1":1,' * 4_000_000 + b'"2":2}'), None),
+        (CHAT, chat(b'"logit_bias":{' + b'"1":1,' * 4_000_000 + b'"2":1e999}'), None),
         (COMPLETIONS, completion(b"[" + b"1," * 12_000_000 + b"-1]"), "prompt"),
         (COMPLETIONS, completion(b"[" + b"12345," * 4_000_000 + b"1]"), None),
         (COMPLETIONS, completion(b"[" + b"[1]," * 6_000_000 + b"[1]]"), "prompt"),
@@ -367,6 +367,19 @@ def test_large_bodies_are_read_in_a_moment(route: openai.Route, body: bytes, par
     fault = refused_by(parse_request, route, body, N_MAX)
     assert time.process_time() - started < 1.5
     assert (fault and fault.param) == param
+
+
+def test_long_lists_with_odd_ids_are_not_searched_for_them() -> None:
+    odd = b"4294967295"
+    assert parse_request(COMPLETIONS, completion(b"[" + odd + b",1" * 1000 + b"]"), N_MAX).prompts == 1
+    fault = refusal(completion(b"[" + odd + b",1" * 1_000_000 + b"]"), COMPLETIONS)
+    assert fault.param == "prompt"
+    assert "long list" in fault.message
+
+
+def test_no_wrong_field_is_blamed_for_what_is_far_behind() -> None:
+    assert refusal(b'{"model":"m","stop":"' + b"x" * 1000 + b'","user":nul}').param == "user"
+    assert refusal(b'{"model":"m","stop":"' + b"x" * 100_000 + b'","user":nul}').param == "body"
 
 
 def test_bad_bytes_are_found_at_any_place_of_a_long_body() -> None:
