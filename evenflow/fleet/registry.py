@@ -1,8 +1,8 @@
 """The workers of this gateway and what they serve: the single owner of worker state.
 
-The prober reports what it saw, the relay reports what it met, and only this module turns either into a state. A model
-is served by a *lane*: the set of workers that have it. Models with the same workers share a lane object, and a lane
-object lives as long as its set of workers stays the same. Never opens a socket.
+The prober reports what it saw, the relay reports what it met, and only this module turns either into a state.
+A model is served by a *lane*: the set of workers that have it. Models with the same workers share a lane object,
+and a lane object lives as long as its set of workers stays the same. Never opens a socket.
 """
 
 import logging
@@ -119,15 +119,14 @@ class Worker:
 class Lane:
     """The workers that can run a call, and the pool it queues in."""
 
-    __slots__ = ("pool", "workers")
+    __slots__ = ("live", "pool", "workers")
 
     def __init__(self, workers: tuple[Worker, ...]) -> None:
         self.workers = workers
+        # How many of the workers are live; kept by the registry, read for every request.
+        self.live = sum(worker.live for worker in workers)
         # Set by the scheduler, which groups lanes that share workers.
         self.pool: Pool
-
-    def has_live(self) -> bool:
-        return any(worker.live for worker in self.workers)
 
 
 class Registry:
@@ -208,6 +207,9 @@ class Registry:
         was_live, worker.live = worker.live, state is State.READY
         log.info("worker %s: %s -> %s%s", worker.name, worker.state, state, f" ({reason})" if reason else "")
         worker.state, worker.reason = state, reason
+        for lane in set(self.lanes.values()):
+            if worker in lane.workers:
+                lane.live += worker.live - was_live
         if worker.live and not was_live:
             self.on_live(worker)
         elif was_live and not worker.live:

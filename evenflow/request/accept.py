@@ -1,10 +1,10 @@
 """Stage 1: bytes of a client become a Call, and the bytes of its answer go back.
 
-One `ClientConnection` for each socket. It holds a caller to the limits on heads, bodies and slowness, hands whole
-requests on one at a time in the order in which they came, and tells the relay when its client leaves or stops
-reading. A request that is wrong is answered in OpenAI's error shape; what is not HTTP at all is answered once and the
-connection closed. The end of a client's stream counts as its leaving: nobody who half-closes can be told from
-somebody who has gone.
+One `ClientConnection` for each socket. It holds a caller to the limits on heads, bodies and slowness, hands
+whole requests on one at a time in the order in which they came, and tells the relay when its client leaves or
+stops reading. A request that is wrong is answered in OpenAI's error shape; what is not HTTP at all is answered
+once and the connection closed. The end of a client's stream counts as its leaving: nobody who half-closes can
+be told from somebody who has gone.
 """
 
 import asyncio
@@ -316,7 +316,7 @@ class ClientConnection(asyncio.Protocol):
             self._close()
             return
         if self._call is None:
-            self._await(Phase.IDLE, monotonic() + self._front.timeouts.keep_alive_s)
+            self._await(Phase.IDLE, self._front.wheel.now + self._front.timeouts.keep_alive_s)
         if self._paused:
             self._paused = False
             transport.resume_reading()
@@ -558,7 +558,8 @@ class ClientConnection(asyncio.Protocol):
     def _await(self, phase: Phase, deadline: float) -> None:
         self._phase = phase
         self.deadline = deadline
-        self._front.wheel.arm(self)
+        if self.wheel_at > deadline:
+            self._front.wheel.arm(self)
 
     def _head_too_large(self) -> None:
         self._unparsable = CallerError(

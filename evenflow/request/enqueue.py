@@ -52,7 +52,7 @@ class Enqueuer:
         tenant, request, route = call.tenant, call.request, call.route
         assert tenant is not None and request is not None and route is not None
         lane = self._registry.lanes.get(request.model)
-        if lane is None or not lane.has_live():  # (1)
+        if lane is None or not lane.live:  # (1)
             raise self.unserved(request.model)
         sequences = request.sequences
         estimate = self._cost.estimate(

@@ -150,7 +150,7 @@ class Scheduler:
             pool.served = 0.0
             if pool.queue.waiting:
                 for lane in pool.lanes:
-                    if not lane.has_live():
+                    if not lane.live:
                         while (ticket := pool.queue.peek((lane,))) is not None:
                             self.no_worker(ticket.call)
 

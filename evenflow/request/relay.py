@@ -70,7 +70,6 @@ class Relay:
         self._budget = RetryBudget()
         self._tls: ssl.SSLContext | None = None
         self._opening: set[asyncio.Task[None]] = set()
-        # Opens left over from calls that are gone; the connection is kept idle when it comes.
         self.closing = False
 
     # -- a lease comes in ----------------------------------------------------------------------------------------
@@ -89,7 +88,7 @@ class Relay:
             if connection.usable(now):
                 connection.send(call, now)
                 return
-        self._open(call, lease)
+        self.open(call, lease)
 
     def request_bytes(self, call: Call, worker: Worker) -> bytes:
         """Head and body for the worker, in one piece."""
@@ -112,7 +111,8 @@ class Relay:
             )
         )
 
-    def _open(self, call: Call, lease: Lease) -> None:
+    def open(self, call: Call, lease: Lease) -> None:
+        """Opens a new connection for the lease, in a task of its own: the one thing that a call waits for."""
         task = self._loop.create_task(self._connect(call, lease))
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
@@ -312,7 +312,8 @@ class WorkerConnection(asyncio.Protocol):
         self.total_deadline = now + timeouts.total_s
         first = now + timeouts.first_byte_s
         self.deadline = first if first < self.total_deadline else self.total_deadline
-        self._relay.wheel.arm(self)
+        if self.wheel_at > self.deadline:
+            self._relay.wheel.arm(self)
         self._transport.write(self._relay.request_bytes(call, self.worker))
 
     def rest(self, now: float) -> None:
@@ -323,7 +324,8 @@ class WorkerConnection(asyncio.Protocol):
             self.drop()
             return
         self.deadline = now + IDLE_S
-        self._relay.wheel.arm(self)
+        if self.wheel_at > self.deadline:
+            self._relay.wheel.arm(self)
         idle.append(self)
 
     def drop(self) -> None:
@@ -476,7 +478,8 @@ class WorkerConnection(asyncio.Protocol):
     def _expect_more(self) -> None:
         deadline = self._relay.wheel.now + self._relay.timeouts.idle_s
         self.deadline = deadline if deadline < self.total_deadline else self.total_deadline
-        self._relay.wheel.arm(self)
+        if self.wheel_at > self.deadline:
+            self._relay.wheel.arm(self)
 
     def _finish(self, call: Call, answer: Answer) -> None:
         head = self._head
@@ -502,8 +505,11 @@ class WorkerConnection(asyncio.Protocol):
             self._complete = True
             self._go_on(call, b"")
         elif self._head is None and self.reused:
-            # A kept connection that its worker closed just as we used it: says nothing of the worker's health.
-            self._relay.fail(call, _lost(self.worker, "closed a kept connection"))
+            # A kept connection that its worker closed just as we used it. That says nothing of the worker, and is no
+            # attempt: the same lease goes on over a new connection, which is not reused, so this happens once.
+            self._detach()
+            assert call.lease is not None
+            self._relay.open(call, call.lease)
         elif self._head is None:
             self._relay.registry.failed(self.worker, "closed the connection before an answer")
             self._relay.fail(call, _lost(self.worker, "closed the connection before an answer"))

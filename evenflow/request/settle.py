@@ -136,6 +136,10 @@ class Settler:
             usage = Usage(int(request.prompt_bytes / BYTES_PER_TOKEN), 0, call.output_tokens)  # (4)
         sequences = request.sequences
         output_tokens = usage.output_tokens
+        if sequences > 1 and call.output_tokens > output_tokens:
+            # Some engines tell the usage of one choice where several ran; what was counted is nearer the truth.
+            output_tokens = call.output_tokens
+            usage = Usage(usage.input_tokens, usage.cached_tokens, output_tokens)
         cost = model.actual(usage.input_tokens, usage.cached_tokens, output_tokens, sequences)
         if output_tokens and outcome == b"ok":
             model.learn(ticket.tenant.name, request.model, output_tokens / sequences)
