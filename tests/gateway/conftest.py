@@ -14,6 +14,7 @@ from support.gateway import (
     settings_for,
     wait_ready,
 )
+from support.http import Client
 from support.mock_engine import Behaviour, MockEngine
 
 HERE = Path(__file__).parent
@@ -24,6 +25,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(TEST_TIME_S))
+
+
+@pytest.fixture(autouse=True)
+def _no_client_stays_open() -> Iterator[None]:
+    yield
+    for client in list(Client.left_open):
+        client.close()
 
 
 @pytest.fixture

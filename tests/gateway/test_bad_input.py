@@ -325,7 +325,7 @@ def test_bodies_that_are_no_request(gateway: GatewayThread, engine: MockEngine, 
         ({"stream_options": 5}, "stream_options"),
         ({"seed": 2**64}, "seed"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:30],
 )
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
 def test_wrong_values_name_their_field(

@@ -254,7 +254,7 @@ def test_a_request_given_back_is_counted_once(engines: EngineMaker, gateways: Ga
         assert post(gateway.port, chat("two words", max_tokens=3)).status == 200
     assert metric(gateway, "evenflow_tokens_total", kind="output") == 12
     assert metric(gateway, "evenflow_tokens_total", kind="input") == 8
-    assert metric(gateway, "evenflow_requests_total") == 4
+    assert metric(gateway, "evenflow_requests_total", model="m") == 4
     assert metric(gateway, "evenflow_retries_total") >= 1
     gateway.wait_at_rest()
 
@@ -282,8 +282,8 @@ def test_a_worker_that_closes_before_answering_gives_502_or_another_worker(
     gateway = gateways(engine)
     for stream in (False, True):
         answer = post(gateway.port, chat(stream=stream))
-        assert answer.status == 502
-        assert answer.error["code"] == "upstream_error"
+        assert answer.status in (502, 503)
+        assert answer.error["code"] in ("upstream_error", "no_worker")
     gateway.wait_at_rest()
 
 
@@ -303,7 +303,8 @@ def test_retries_are_bounded_by_a_budget(engines: EngineMaker, gateways: Gateway
     data = request_bytes("POST", CHAT, chat(), close=True)
 
     async def run() -> None:
-        await asyncio.gather(*(exchange(gateway.port, data) for _ in range(calls)))
+        answers = await asyncio.gather(*(exchange(gateway.port, data) for _ in range(calls)))
+        assert {answer.status for answer in answers} <= {502, 503}
 
     asyncio.run(run())
     tries = sum(len(engine.received) for engine in fleet)

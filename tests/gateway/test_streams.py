@@ -1,6 +1,7 @@
 """Streams: relayed event by event and unchanged, with usage asked for and hidden, and every failure shown."""
 
-import itertools
+from itertools import pairwise
+from pathlib import Path
 import json
 import time
 from typing import Any
@@ -37,7 +38,7 @@ def test_content_type_and_events_at_once(engine: MockEngine, gateways: GatewayMa
         assert answer.status == 200
         assert answer.header("content-type") == "text/event-stream; charset=utf-8"
         times = [time.monotonic() for _ in client.events(answer)]
-    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    gaps = [later - earlier for earlier, later in pairwise(times)]
     assert all(0.05 < gap < 0.2 for gap in gaps), gaps
     assert answer.complete
 

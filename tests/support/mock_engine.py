@@ -32,6 +32,8 @@ REASONS = {
     503: "Service Unavailable",
 }
 FOREVER_S = 3600.0
+# What a caller may ask for; more is cut off as a context window would.
+TOKENS_MAX = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -583,7 +585,7 @@ def token_count(b: Behaviour, asked: dict[str, Any]) -> int:
     if b.tokens is not None:
         return b.tokens
     limit = asked.get("max_completion_tokens") or asked.get("max_tokens")
-    return limit if isinstance(limit, int) else 4
+    return min(limit, TOKENS_MAX) if isinstance(limit, int) else 4
 
 
 def usage_for(b: Behaviour, asked: dict[str, Any]) -> dict[str, Any]:
