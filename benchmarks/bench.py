@@ -51,9 +51,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gateways", help=f"comma-separated, of: {names}")
     parser.add_argument("--rounds", type=int, help="how often each is measured (default 5; 2 with --quick)")
     parser.add_argument("--seconds", type=float, help="of each measurement (default 4; 3 with --quick)")
-    parser.add_argument(
-        "--quick", action="store_true", help=f"under two minutes: {', '.join(QUICK_GATEWAYS)}"
-    )
+    parser.add_argument("--quick", action="store_true", help=f"under two minutes: {', '.join(QUICK_GATEWAYS)}")
     parser.add_argument(
         "--output", type=pathlib.Path, help="results, path without ending (default results/overhead-DATE)"
     )
@@ -74,9 +72,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _chosen(options: argparse.Namespace) -> list[Peer]:
     if options.gateways:
         names = [name for name in options.gateways.split(",") if name]
-        return sorted(
-            (peer for peer in peers.ALL if peer.name in names), key=lambda peer: names.index(peer.name)
-        )
+        return sorted((peer for peer in peers.ALL if peer.name in names), key=lambda peer: names.index(peer.name))
     if options.quick or options.cross_check:
         return [peer for peer in peers.ALL if peer.name in QUICK_GATEWAYS]
     return [peer for peer in peers.ALL if peer.by_default]
@@ -194,9 +190,7 @@ def run_gateway(
         yield port, process, start.version
 
 
-def _wait_for_answer(
-    port: int, process: subprocess.Popen[bytes], log: pathlib.Path, patience_s: float
-) -> None:
+def _wait_for_answer(port: int, process: subprocess.Popen[bytes], log: pathlib.Path, patience_s: float) -> None:
     until = time.monotonic() + patience_s
     last = "it does not listen"
     while time.monotonic() < until:

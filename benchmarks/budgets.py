@@ -35,9 +35,7 @@ BUDGETS = (
         at_least=1.5,
         cheaper_than="vllm-router",
     ),
-    Budget(
-        "CPU per request, times cheaper than smg", "cpu_us_per_request", "×", at_least=3.0, cheaper_than="smg"
-    ),
+    Budget("CPU per request, times cheaper than smg", "cpu_us_per_request", "×", at_least=3.0, cheaper_than="smg"),
     Budget(
         "CPU per request, times cheaper than FastAPI + httpx",
         "cpu_us_per_request",
@@ -65,9 +63,7 @@ class Check:
 
     @property
     def limit(self) -> str:
-        bound, sign = (
-            (self.budget.at_most, "≤") if self.budget.at_most is not None else (self.budget.at_least, "≥")
-        )
+        bound, sign = (self.budget.at_most, "≤") if self.budget.at_most is not None else (self.budget.at_least, "≥")
         return f"{sign} {bound:g} {self.budget.unit}"
 
     @property

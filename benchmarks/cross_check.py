@@ -40,9 +40,7 @@ def run(directory: pathlib.Path, chosen: Sequence[Peer], rounds: int, run_gatewa
                 pairs = [
                     (
                         _our_cost(peer, mock.ports, cores, run_gateway),
-                        _their_cost(
-                            peer, range(their_port, their_port + WORKERS), cores, run_gateway, theirs
-                        ),
+                        _their_cost(peer, range(their_port, their_port + WORKERS), cores, run_gateway, theirs),
                     )
                     for _ in range(rounds)
                 ]
@@ -84,7 +82,5 @@ def _their_cost(
             "-p",
             watched,
         ]
-        found = json.loads(
-            lab.run_tool(command, core=cores.generator, patience_s=SECONDS + lab.TOOL_PATIENCE_S)
-        )
+        found = json.loads(lab.run_tool(command, core=cores.generator, patience_s=SECONDS + lab.TOOL_PATIENCE_S))
     return float(found["cpu_s"] / found["targets"][f"gateway:{port}"]["ok"] * 1e6)

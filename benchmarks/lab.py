@@ -51,9 +51,7 @@ class Cores:
     @classmethod
     def of_this_machine(cls) -> "Cores":
         cores = sorted(os.sched_getaffinity(0))
-        return cls(
-            gateway=cores[0], generator=cores[min(1, len(cores) - 1)], mock=cores[min(2, len(cores) - 1)]
-        )
+        return cls(gateway=cores[0], generator=cores[min(1, len(cores) - 1)], mock=cores[min(2, len(cores) - 1)])
 
 
 def compile_tool(source: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
@@ -283,9 +281,7 @@ def install(
 def _install_step(command: Sequence[str], log: pathlib.Path) -> None:
     with log.open("ab") as output:
         try:
-            outcome = subprocess.run(
-                list(command), stdout=output, stderr=subprocess.STDOUT, timeout=600, check=False
-            )
+            outcome = subprocess.run(list(command), stdout=output, stderr=subprocess.STDOUT, timeout=600, check=False)
         except subprocess.TimeoutExpired:
             raise NotMeasured(f"installation took more than 600 s, see {log.relative_to(ROOT)}") from None
     if outcome.returncode != 0:

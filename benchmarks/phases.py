@@ -26,7 +26,7 @@ PACED_GAP_US = 20_000
 OPEN_STREAMS_GAP_US = 1_000_000
 FAILURES_MAX = 0.01  # share of answers that may go wrong in a phase whose figures still count
 STREAMS_MIN = 0.95  # share of the streams asked for that must be open
-ENDLESS_CHUNKS = 100_000_000
+ENDLESS_CHUNKS = 10_000_000
 ANSWER_PATIENCE_S = 10.0
 SLOW_READER_S = 3.0
 LEAVES = 5  # clients that leave, each time
@@ -73,7 +73,7 @@ def memory(gateway: Running) -> Figures:
     streams = report["streams_open"]
     figures = {"idle_mb": idle_kb / 1024}
     if streams < STREAMS_MIN * gateway.peer.open_streams:
-        raise NotMeasuredInPart(f"only {streams} of {gateway.peer.open_streams} streams opened", figures)
+        raise NotMeasuredInPart(_too_few(report, gateway.peer.open_streams), figures)
     return figures | {
         "open_streams": float(streams),
         "open_streams_mb": report["resident_kb"] / 1024,
@@ -129,7 +129,7 @@ def paced_streams(gateway: Running) -> Figures:
     _pause_for_closing(gateway)
     target = report["targets"]["gateway"]
     if report["streams_open"] < STREAMS_MIN * gateway.peer.paced_streams or not target["chunks"]:
-        raise NotMeasured(f"only {report['streams_open']} of {gateway.peer.paced_streams} streams opened")
+        raise NotMeasured(_too_few(report, gateway.peer.paced_streams))
     return {
         "chunks_per_second": target["chunks_per_second"],
         "cpu_us_per_chunk": report["cpu_seconds"] / target["chunks"] * 1e6,
@@ -228,6 +228,12 @@ def _pause_for_closing(gateway: Running, patience_s: float = 5.0) -> None:
     until = time.monotonic() + patience_s
     while time.monotonic() < until and gateway.mock.stats()["busy"]:
         time.sleep(0.05)
+
+
+def _too_few(report: dict[str, Any], wanted: int) -> str:
+    target = report["targets"]["gateway"]
+    opened = f"only {report['streams_open']} of {wanted} streams opened"
+    return f"{opened} ({target['refused']} refused, {target['broken']} broken)"
 
 
 def _sound(report: dict[str, Any], name: str) -> dict[str, Any]:

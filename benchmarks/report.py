@@ -77,9 +77,7 @@ def machine() -> dict[str, Any]:
         (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
         "unknown",
     )
-    memory_kb = next(
-        (int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0
-    )
+    memory_kb = next((int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
     release = (line.partition("=") for line in _lines("/etc/os-release"))
     system = next((value.strip('"') for name, _, value in release if name == "PRETTY_NAME"), "unknown")
     return {
@@ -162,9 +160,7 @@ def _table(
         "|---" * (len(columns) + 1) + "|",
     ]
     for row in rows:
-        if row.measured and (
-            not only_with or any(row.values(figure) for _, names, _ in columns for figure in names)
-        ):
+        if row.measured and (not only_with or any(row.values(figure) for _, names, _ in columns for figure in names)):
             cells = [_cell(row, names, digits) for _, names, digits in columns]
         elif not row.measured and not only_with:
             cells = [f"not measured: {'; '.join(row.remarks)}", *[""] * (len(columns) - 1)]
@@ -208,9 +204,7 @@ def _remarks(rows: Sequence[Row]) -> list[str]:
 
 def _all_checks(rows: Sequence[Row]) -> dict[str, list[Check]]:
     rounds: Rounds = {row.name: [row.behaviour or {}, *row.rounds] for row in rows}
-    return {
-        row.name: check(rounds, row.name) for row in rows if row.name.startswith("evenflow") and row.measured
-    }
+    return {row.name: check(rounds, row.name) for row in rows if row.name.startswith("evenflow") and row.measured}
 
 
 def _check_table(checks: Sequence[Check]) -> list[str]:

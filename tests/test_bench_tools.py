@@ -216,12 +216,8 @@ def test_another_load_generator_finds_the_same(tools: pathlib.Path, mock: int) -
     other = compile_c(LOADLAB / "lg.c", tools)
     ask(mock, "GET", "/control?gap_us=5000")
     command = [str(other), "-t", f"one:{mock}", "-S", "100000", "-c", "20", "-d", "0.6", "-w", "0.3"]
-    theirs = json.loads(
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout
-    )
-    ours = load(
-        tools, "--target", f"one:{mock}", "--chunks", "100000", "--connections", "20", "--seconds", "0.6"
-    )
+    theirs = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout)
+    ours = load(tools, "--target", f"one:{mock}", "--chunks", "100000", "--connections", "20", "--seconds", "0.6")
     their_rate = theirs["targets"][f"one:{mock}"]["cps"]
     assert ours["targets"]["one"]["chunks_per_second"] == pytest.approx(their_rate, rel=0.15)
 

@@ -32,16 +32,10 @@ def prepare(site: Site) -> Start:
     if program is None:
         raise NotMeasured("haproxy is not installed (Debian: apt-get install haproxy)")
     path = site.directory / "haproxy.cfg"
-    servers = "\n".join(
-        f"    server worker{index} 127.0.0.1:{port}" for index, port in enumerate(site.worker_ports)
-    )
+    servers = "\n".join(f"    server worker{index} 127.0.0.1:{port}" for index, port in enumerate(site.worker_ports))
     path.write_text(CONFIGURATION.format(servers=servers, port=site.port))
-    first_line = subprocess.run(
-        [program, "-v"], capture_output=True, text=True, check=False
-    ).stdout.partition("\n")[0]
-    return Start(
-        (program, "-db", "-f", str(path)), first_line.split()[2] if len(first_line.split()) > 2 else "unknown"
-    )
+    first_line = subprocess.run([program, "-v"], capture_output=True, text=True, check=False).stdout.partition("\n")[0]
+    return Start((program, "-db", "-f", str(path)), first_line.split()[2] if len(first_line.split()) > 2 else "unknown")
 
 
 PEERS = (Peer("haproxy", "no decisions", prepare, by_default=False),)

@@ -50,9 +50,7 @@ def prepare(site: Site) -> Start:
     servers = "\n".join(f"        server 127.0.0.1:{port};" for port in site.worker_ports)
     path.write_text(CONFIGURATION.format(directory=site.directory, servers=servers, port=site.port))
     version = (
-        subprocess.run([program, "-v"], capture_output=True, text=True, check=False)
-        .stderr.rpartition("/")[2]
-        .strip()
+        subprocess.run([program, "-v"], capture_output=True, text=True, check=False).stderr.rpartition("/")[2].strip()
     )
     return Start((program, "-c", str(path), "-p", str(site.directory)), version)
 

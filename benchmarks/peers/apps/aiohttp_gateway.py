@@ -17,9 +17,7 @@ async def relay(request: web.Request) -> web.StreamResponse:
     url, headers = next(WORKERS) + request.path_qs, {"content-type": "application/json"}
     async with request.app[SESSION].post(url, data=body, headers=headers) as answer:
         if not answer.content_type.startswith("text/event-stream"):
-            return web.Response(
-                body=await answer.read(), status=answer.status, content_type=answer.content_type
-            )
+            return web.Response(body=await answer.read(), status=answer.status, content_type=answer.content_type)
         relayed = web.StreamResponse(status=answer.status, headers={"content-type": "text/event-stream"})
         await relayed.prepare(request)
         async for data in answer.content.iter_any():
