@@ -113,7 +113,12 @@ struct target {
     struct sockaddr_in address;
     char *request;
     size_t request_length;
-    struct connection *idle;    /* open loop: free connections */
+
+    /* Open loop: free connections, and the times of requests that came due while there was none. A queue for each target: a slow
+     * one shall not make another's requests late. */
+    struct connection *idle;
+    uint64_t *due_ns; /* a ring of DUE_MAX */
+    size_t due_start, due_length;
 
     /* Of the measured window. */
     struct series latency;     /* due or sent → last byte of the answer */
@@ -420,13 +425,6 @@ static void receive(struct connection *connection)
 
 /* ---- Open loop ---- */
 
-struct due {
-    struct target *target;
-    uint64_t due_ns;
-};
-
-static struct due *due_queue; /* requests whose time has come while every connection of their target was busy */
-static size_t due_start, due_length;
 static uint64_t next_arrival_ns;
 static unsigned long arrivals, arrivals_late, arrivals_lost;
 static int next_target;
@@ -434,7 +432,7 @@ static int next_target;
 static bool ask_idle(struct target *target, uint64_t due_ns)
 {
     struct connection *connection = target->idle;
-    if (!connection || connection->connecting)
+    if (!connection)
         return false;
     target->idle = connection->next_idle;
     ask(connection, due_ns);
@@ -443,29 +441,32 @@ static bool ask_idle(struct target *target, uint64_t due_ns)
 
 static void queue_due(struct target *target, uint64_t due_ns)
 {
-    if (due_length == DUE_MAX) {
+    if (target->due_length == DUE_MAX) {
         arrivals_lost++;
         return;
     }
-    due_queue[(due_start + due_length++) % DUE_MAX] = (struct due){target, due_ns};
+    target->due_ns[(target->due_start + target->due_length++) % DUE_MAX] = due_ns;
     if (measuring)
         arrivals_late++;
 }
 
+static void ask_what_is_due(struct target *target)
+{
+    while (target->due_length && ask_idle(target, target->due_ns[target->due_start])) {
+        target->due_start = (target->due_start + 1) % DUE_MAX;
+        target->due_length--;
+    }
+}
+
 static void start_arrivals(uint64_t now, double rate_of_all)
 {
-    while (due_length) {
-        struct due *first = &due_queue[due_start];
-        if (!ask_idle(first->target, first->due_ns))
-            break;
-        due_start = (due_start + 1) % DUE_MAX;
-        due_length--;
-    }
+    for (int i = 0; i < target_count; i++)
+        ask_what_is_due(&targets[i]);
     while (next_arrival_ns <= now) {
         struct target *target = &targets[next_target++ % target_count];
         if (measuring)
             arrivals++;
-        if (due_length || !ask_idle(target, next_arrival_ns))
+        if (target->due_length || !ask_idle(target, next_arrival_ns))
             queue_due(target, next_arrival_ns);
         next_arrival_ns += (uint64_t)(-log(1.0 - drand48()) / rate_of_all * (double)SECOND_NS);
     }
@@ -687,15 +688,18 @@ static void print_target(struct target *target, double elapsed)
 int main(int count, char **arguments)
 {
     struct options options = read_options(count, arguments);
-    for (int i = 0; i < target_count; i++)
+    for (int i = 0; i < target_count; i++) {
         make_request(&targets[i], &options);
+        targets[i].due_ns = calloc(DUE_MAX, sizeof *targets[i].due_ns);
+        if (!targets[i].due_ns)
+            die("out of memory");
+    }
     signal(SIGPIPE, SIG_IGN);
     prctl(PR_SET_TIMERSLACK, 1000ul); /* arrivals within a microsecond of their time, not fifty */
     epoll_fd = epoll_create1(EPOLL_CLOEXEC);
     connections_total = options.connections * target_count;
     connections = calloc((size_t)connections_total, sizeof *connections);
-    due_queue = calloc(DUE_MAX, sizeof *due_queue);
-    if (!connections || !due_queue)
+    if (!connections)
         die("out of memory");
 
     uint64_t start_ns = now_ns();

@@ -177,6 +177,15 @@ def test_latency_counts_from_the_time_a_request_was_due(tools: pathlib.Path, moc
     assert report["targets"]["one"]["latency_us"]["max"] > 200_000
 
 
+def test_a_slow_target_does_not_make_another_late(tools: pathlib.Path, mock: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        targets = ("--target", f"mute:{mute.getsockname()[1]}", "--target", f"one:{mock}")
+        report = load(tools, *targets, "--rate", "200", "--connections", "4")
+    assert report["targets"]["mute"]["answers"] == 0
+    assert report["targets"]["one"]["answers"] > 40
+    assert report["targets"]["one"]["latency_us"]["p50"] < 50_000
+
+
 def test_streams_are_counted_chunk_by_chunk(tools: pathlib.Path, mock: int) -> None:
     ask(mock, "GET", "/control?gap_us=5000")
     report = load(tools, "--target", f"one:{mock}", "--chunks", "10", "--connections", "8", "--seconds", "1")
