@@ -39,9 +39,7 @@ def engines() -> Iterator[EngineMaker]:
     """Starts engines: `engines(Behaviour(...), models=("a",), any_attribute=value)`."""
     made: list[MockEngine] = []
 
-    def make(
-        behaviour: Behaviour | None = None, *, models: tuple[str, ...] = ("m",), **attributes: Any
-    ) -> MockEngine:
+    def make(behaviour: Behaviour | None = None, *, models: tuple[str, ...] = ("m",), **attributes: Any) -> MockEngine:
         engine = MockEngine(models, name=f"mock{len(made)}")
         engine.behaviour = behaviour or Behaviour()
         for name, value in attributes.items():

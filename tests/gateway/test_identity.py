@@ -50,9 +50,7 @@ def test_every_route_asks_for_a_key(engine: MockEngine, gateways: GatewayMaker, 
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_every_route_respects_the_tenants_queue(
-    engine: MockEngine, gateways: GatewayMaker, path: str
-) -> None:
+def test_every_route_respects_the_tenants_queue(engine: MockEngine, gateways: GatewayMaker, path: str) -> None:
     """Report 57, S8: all routes share the tenant's one queue."""
     engine.named["hold"] = Behaviour(gated=True)
     gateway = gateways(engine, slots=1, tenants=[{"name": "a", "keys": ["sk-a"], "limits": {"queued": 1}}])
@@ -69,9 +67,7 @@ def test_every_route_respects_the_tenants_queue(
     gateway.wait_at_rest()
 
 
-def test_endpoints_of_a_tenant_are_served_in_order_of_arrival(
-    engine: MockEngine, gateways: GatewayMaker
-) -> None:
+def test_endpoints_of_a_tenant_are_served_in_order_of_arrival(engine: MockEngine, gateways: GatewayMaker) -> None:
     """S8, S14."""
     engine.named["hold"] = Behaviour(gated=True)
     gateway = gateways(engine, slots=1)
@@ -110,11 +106,11 @@ def test_a_key_in_the_body_written_with_escapes_is_found_and_removed(
     engine: MockEngine, gateways: GatewayMaker
 ) -> None:
     gateway = gateways(engine, tenants=TENANTS)
-    body = b'{"model":"m","messages":[],"api\\u005fkey":"sk-bob-3333"}'
+    body = b'{"model":"m","messages":[{"role":"user"}],"api\\u005fkey":"sk-bob-3333"}'
     assert post(gateway.port, body).status == 200
     assert b"sk-bob" not in engine.received[0].body
     # A nested member of the same name is content and stays.
-    body = b'{"model":"m","messages":[],"metadata":{"api_key":"mine"}}'
+    body = b'{"model":"m","messages":[{"role":"user"}],"metadata":{"api_key":"mine"}}'
     assert post(gateway.port, body, key="sk-bob-3333").status == 200
     assert engine.received[1].body == body
 
@@ -206,9 +202,7 @@ def test_keys_are_compared_as_digests() -> None:
     assert not re.search(r"key\s*==\s*", text)
 
 
-def test_anonymous_is_allowed_only_where_the_configuration_says(
-    engine: MockEngine, gateways: GatewayMaker
-) -> None:
+def test_anonymous_is_allowed_only_where_the_configuration_says(engine: MockEngine, gateways: GatewayMaker) -> None:
     """S1."""
     assert post(gateways(engine).port, chat()).status == 200
     assert post(gateways(engine, tenants=TENANTS).port, chat()).status == 401
@@ -219,9 +213,7 @@ def test_anonymous_is_allowed_only_where_the_configuration_says(
     assert post(gateways(engine, auth={"anonymous": False}).port, chat()).status == 401
 
 
-def test_a_401_comes_before_the_body_and_does_not_wait_for_it(
-    engine: MockEngine, gateways: GatewayMaker
-) -> None:
+def test_a_401_comes_before_the_body_and_does_not_wait_for_it(engine: MockEngine, gateways: GatewayMaker) -> None:
     gateway = gateways(engine, tenants=TENANTS)
     with Client(gateway.port) as client:
         client.send(
@@ -281,9 +273,7 @@ SECRET_KEY, SECRET_PROMPT, WORKER_KEY = "sk-alice-1111", "prompt-that-is-private
 
 
 @pytest.mark.timeout(60)
-def test_no_key_and_no_prompt_shows_anywhere(
-    engines: EngineMaker, processes: ProcessMaker, tmp_path: Path
-) -> None:
+def test_no_key_and_no_prompt_shows_anywhere(engines: EngineMaker, processes: ProcessMaker, tmp_path: Path) -> None:
     engine = engines()
     for status in (400, 401, 404, 429, 500):
         engine.named[f"s{status}"] = Behaviour(status=status)
@@ -355,9 +345,7 @@ def test_a_worker_that_rejects_our_credential_is_not_the_callers_fault(
 ) -> None:
     """A 401 would make the caller doubt a key that is right."""
     engine = engines(
-        Behaviour(
-            status=401, body=b'{"error":{"message":"bad key wk-1234","type":"x","param":null,"code":1}}'
-        )
+        Behaviour(status=401, body=b'{"error":{"message":"bad key wk-1234","type":"x","param":null,"code":1}}')
     )
     gateway = gateways(engine, workers=[{"url": engine.url, "models": ["m"], "api_key": "wk-1234"}])
     answer = post(gateway.port, chat())

@@ -142,9 +142,7 @@ def test_idle_limit_ends_a_stream_with_one_error_event(engine: MockEngine, gatew
     gateway.wait_at_rest()
 
 
-def test_a_stream_that_keeps_talking_meets_the_total_limit(
-    engine: MockEngine, gateways: GatewayMaker
-) -> None:
+def test_a_stream_that_keeps_talking_meets_the_total_limit(engine: MockEngine, gateways: GatewayMaker) -> None:
     engine.behaviour = Behaviour(tokens=100000, chunk_delay_s=0.02)
     gateway = gateways(engine, timeouts={"total_s": 0.5, "idle_s": 5})
     started = time.monotonic()
@@ -202,9 +200,7 @@ def test_one_hung_worker_delays_nothing_else(engines: EngineMaker, gateways: Gat
 # ---- the queue's time limit (report 55) ----
 
 
-def test_a_queue_timeout_is_told_and_leaves_nothing_behind(
-    engine: MockEngine, gateways: GatewayMaker
-) -> None:
+def test_a_queue_timeout_is_told_and_leaves_nothing_behind(engine: MockEngine, gateways: GatewayMaker) -> None:
     engine.named["hold"] = GATED
     gateway = gateways(engine, slots=1, limits={"queue_timeout_s": 0.3})
     with Client(gateway.port) as holder:
@@ -230,9 +226,7 @@ def test_a_queue_timeout_is_told_and_leaves_nothing_behind(
 # ---- retries (S26, S53) ----
 
 
-def test_a_refused_connection_is_retried_on_another_worker(
-    engines: EngineMaker, gateways: GatewayMaker
-) -> None:
+def test_a_refused_connection_is_retried_on_another_worker(engines: EngineMaker, gateways: GatewayMaker) -> None:
     first, second = engines(), engines()
     # No probe comes between the death and the requests.
     gateway = gateways(first, second, fleet={"probe_interval_s": 60})
@@ -246,9 +240,7 @@ def test_a_refused_connection_is_retried_on_another_worker(
 
 def test_a_request_given_back_is_counted_once(engines: EngineMaker, gateways: GatewayMaker) -> None:
     first, second = engines(), engines()
-    gateway = gateways(
-        first, second, fleet={"probe_interval_s": 60}, scheduling={"placement": "round_robin"}, slots=4
-    )
+    gateway = gateways(first, second, fleet={"probe_interval_s": 60}, scheduling={"placement": "round_robin"}, slots=4)
     first.stop()
     for _ in range(4):
         assert post(gateway.port, chat("two words", max_tokens=3)).status == 200
@@ -323,9 +315,7 @@ def test_connections_to_a_worker_are_kept(engine: MockEngine, gateways: GatewayM
     assert engine.connections_opened - opened <= 1
 
 
-def test_a_worker_that_closes_idle_connections_is_survived(
-    engines: EngineMaker, gateways: GatewayMaker
-) -> None:
+def test_a_worker_that_closes_idle_connections_is_survived(engines: EngineMaker, gateways: GatewayMaker) -> None:
     engine = engines(idle_close_s=0.05)
     gateway = gateways(engine, fleet={"probe_interval_s": 60})
     for pause_s in (0.0, 0.04, 0.045, 0.05, 0.055, 0.06, 0.1, 0.049, 0.051, 0.0):
@@ -334,9 +324,7 @@ def test_a_worker_that_closes_idle_connections_is_survived(
     gateway.wait_at_rest()
 
 
-def test_a_worker_that_closes_just_as_a_request_comes_is_survived(
-    engines: EngineMaker, gateways: GatewayMaker
-) -> None:
+def test_a_worker_that_closes_just_as_a_request_comes_is_survived(engines: EngineMaker, gateways: GatewayMaker) -> None:
     """The race that no check can win: the kept connection ends without a byte, so a fresh one is tried."""
     engine = engines(close_on_reuse=True)
     gateway = gateways(engine, fleet={"probe_interval_s": 60})
@@ -347,9 +335,7 @@ def test_a_worker_that_closes_just_as_a_request_comes_is_survived(
     gateway.wait_at_rest()
 
 
-def test_a_connection_with_an_unfinished_answer_is_not_used_again(
-    engines: EngineMaker, gateways: GatewayMaker
-) -> None:
+def test_a_connection_with_an_unfinished_answer_is_not_used_again(engines: EngineMaker, gateways: GatewayMaker) -> None:
     """What is left of an answer must not become the next caller's answer."""
     engine = engines(Behaviour(tokens=200, chunk_delay_s=0.005))
     gateway = gateways(engine, fleet={"probe_interval_s": 60})
@@ -460,9 +446,7 @@ def test_a_slot_is_held_until_the_last_byte(engine: MockEngine, gateways: Gatewa
     "fields", [{"prompt": "one", "n": 2}, {"prompt": ["one", "two"]}, {"prompt": "one", "best_of": 2}],
     ids=["n", "prompts", "best_of"],
 )  # fmt: skip
-def test_a_slot_is_one_running_sequence(
-    engine: MockEngine, gateways: GatewayMaker, fields: dict[str, object]
-) -> None:
+def test_a_slot_is_one_running_sequence(engine: MockEngine, gateways: GatewayMaker, fields: dict[str, object]) -> None:
     engine.behaviour = Behaviour(head_delay_s=0.02)
     gateway = gateways(engine, slots=4)
     data = request_bytes("POST", "/v1/completions", {"model": "m", **fields}, close=True)

@@ -78,9 +78,7 @@ def test_refused_requests_take_nothing(engine: MockEngine, gateways: GatewayMake
     served_at_once(gateway, key="sk-a")
 
 
-def test_concurrency_spans_models_and_workers(
-    engine: MockEngine, engines: EngineMaker, gateways: GatewayMaker
-) -> None:
+def test_concurrency_spans_models_and_workers(engine: MockEngine, engines: EngineMaker, gateways: GatewayMaker) -> None:
     """A tenant's limit is one, also when its requests go to workers that share nothing."""
     other = engines(models=("other",))
     for mock in (engine, other):

@@ -34,9 +34,9 @@ def test_every_promised_metric_is_there(engine: MockEngine, gateways: GatewayMak
     assert post(gateway.port, chat(stream=True)).status == 200
     text = fetch(gateway.port, "GET", "/metrics").body.decode()
     for name in METRICS:
-        assert re.search(
-            rf"^# TYPE {name.removesuffix('_total')}(_total)? (counter|gauge|histogram)$", text, re.M
-        ), name
+        assert re.search(rf"^# TYPE {name.removesuffix('_total')}(_total)? (counter|gauge|histogram)$", text, re.M), (
+            name
+        )
         assert re.search(rf"^# HELP {name.removesuffix('_total')}(_total)? \w+", text, re.M), name
         assert re.search(rf"^{name}(_bucket|_count)?[{{ ]", text, re.M), name
 
@@ -66,9 +66,7 @@ def test_series_are_bounded_whatever_callers_send(engine: MockEngine, gateways: 
         for _ in range(200):
             client.request("POST", f"/v1/{word()}", chat())
             client.request("POST", CHAT, {**chat(), "model": word()})
-            client.request(
-                "POST", CHAT, chat(user=word()), [("x-request-id", word()), ("user-agent", word())]
-            )
+            client.request("POST", CHAT, chat(user=word()), [("x-request-id", word()), ("user-agent", word())])
             client.request("GET", f"/v1/models/{word()}")
     after = series(gateway)
     assert len(after) - len(before) <= 20
@@ -77,9 +75,7 @@ def test_series_are_bounded_whatever_callers_send(engine: MockEngine, gateways: 
 
 def test_no_series_has_a_key_or_an_address_of_a_caller(engine: MockEngine, gateways: GatewayMaker) -> None:
     """Report 61."""
-    gateway = gateways(
-        engine, tenants=[{"name": "alice", "keys": ["sk-alice"]}], auth={"admin_keys": ["sk-admin"]}
-    )
+    gateway = gateways(engine, tenants=[{"name": "alice", "keys": ["sk-alice"]}], auth={"admin_keys": ["sk-admin"]})
     post(gateway.port, chat(user="alice@example.org"), key="sk-alice")
     text = fetch(gateway.port, "GET", "/metrics", key="sk-admin").body.decode()
     assert "sk-" not in text
@@ -103,7 +99,7 @@ def test_counts_are_true(engine: MockEngine, gateways: GatewayMaker) -> None:
     assert cached == 160
     # `input` either includes the cached ones or leaves them out.
     assert whole_input in (200 + 3 + 2 + 4, 40 + 3 + 2 + 4)
-    assert metric(gateway, "evenflow_requests_total") == 6
+    assert metric(gateway, "evenflow_requests_total", model="m") == 6
     assert metric(gateway, "evenflow_request_seconds_count") >= 5
     assert metric(gateway, "evenflow_in_flight") == 0
     assert metric(gateway, "evenflow_queued") == 0
@@ -174,7 +170,8 @@ def test_a_log_line_can_not_be_forged(engine: MockEngine, gateways: GatewayMaker
         assert answer.status in (200, 400, 431)
     post(gateway.port, {**chat(), "model": 'm"\n{"tenant":"forged"}'})
     lines = lines_after(path, 6)
-    assert len(path.read_text().splitlines()) == len(lines)
+    assert all(isinstance(json.loads(line), dict) for line in path.read_text().splitlines())
+    assert len(lines) == 6
     assert all(len(line["request_id"]) <= 256 for line in lines)
     assert not [line for line in lines if line["tenant"] == "forged"]
 

@@ -50,9 +50,7 @@ def held(engine: MockEngine, gateway: GatewayThread, slots: int = 1) -> Iterator
             holder.close()
 
 
-def order_of_service(
-    engine: MockEngine, gateway: GatewayThread, asks: Sequence[str], **fields: object
-) -> list[str]:
+def order_of_service(engine: MockEngine, gateway: GatewayThread, asks: Sequence[str], **fields: object) -> list[str]:
     """Queues a request for each name, in this order, behind a held slot; the order of their service."""
     clients = []
     with held(engine, gateway):
@@ -112,17 +110,13 @@ def test_keys_and_anonymous_10_to_1(engine: MockEngine, gateways: GatewayMaker) 
 
 def test_a_tenant_more_does_not_change_other_groups(engine: MockEngine, gateways: GatewayMaker) -> None:
     """S12, S18: the anonymous share is the same beside one key and beside three."""
-    gateway = gateways(
-        engine, slots=1, tenants=[*tenants(a=10, b=10, c=10), HOLDER], auth={"anonymous": True}
-    )
+    gateway = gateways(engine, slots=1, tenants=[*tenants(a=10, b=10, c=10), HOLDER], auth={"anonymous": True})
     order = order_of_service(engine, gateway, interleaved("a", "anonymous", each=44))
     assert order[:44].count("anonymous") == pytest.approx(4, abs=1)
 
 
 def test_the_web_group_starts_within_one_service_time(engine: MockEngine, gateways: GatewayMaker) -> None:
-    gateway = gateways(
-        engine, slots=1, tenants=[*tenants(a=30, b=10, web=10), HOLDER], auth={"anonymous": True}
-    )
+    gateway = gateways(engine, slots=1, tenants=[*tenants(a=30, b=10, web=10), HOLDER], auth={"anonymous": True})
     order = order_of_service(engine, gateway, [*interleaved("a", "b", "anonymous", each=15), "web"])
     assert order.index("web") <= 1
 
@@ -221,18 +215,14 @@ def test_strict_tiers(engine: MockEngine, gateways: GatewayMaker) -> None:
     assert order == ["web"] * 5 + ["a"] * 30
 
 
-def test_a_lone_item_behind_saturated_others_is_served_in_its_bound(
-    engine: MockEngine, gateways: GatewayMaker
-) -> None:
+def test_a_lone_item_behind_saturated_others_is_served_in_its_bound(engine: MockEngine, gateways: GatewayMaker) -> None:
     """S15: within (sum of the others' weights / its weight + number of groups) items."""
     gateway = gateways(engine, slots=1, tenants=[*tenants(a=30, b=30, c=6), HOLDER])
     order = order_of_service(engine, gateway, [*interleaved("a", "b", each=20), "c"])
     assert order.index("c") <= 60 / 6 + 1
 
 
-def test_concurrency_of_a_tenant_is_never_overshot_and_waits(
-    engine: MockEngine, gateways: GatewayMaker
-) -> None:
+def test_concurrency_of_a_tenant_is_never_overshot_and_waits(engine: MockEngine, gateways: GatewayMaker) -> None:
     """Report 16 and the interface: at its concurrency a tenant waits; others go on."""
     engine.behaviour = Behaviour(head_delay_s=0.02)
     capped = {"name": "a", "keys": ["sk-a"], "limits": {"concurrency": 5}}
@@ -243,9 +233,7 @@ def test_concurrency_of_a_tenant_is_never_overshot_and_waits(
         calls = [asyncio.create_task(exchange(gateway.port, data)) for _ in range(60)]
         await asyncio.sleep(0.03)
         started = time.monotonic()
-        other = await exchange(
-            gateway.port, request_bytes("POST", CHAT, chat("other"), key="sk-b", close=True)
-        )
+        other = await exchange(gateway.port, request_bytes("POST", CHAT, chat("other"), key="sk-b", close=True))
         assert other.status == 200
         assert time.monotonic() - started < 0.2
         assert {answer.status for answer in await asyncio.gather(*calls)} == {200}
@@ -400,9 +388,7 @@ def test_what_waits_can_be_pipelined(engine: MockEngine, gateways: GatewayMaker)
     gateway = gateways(engine, slots=1)
     with Client(gateway.port) as client:
         with held(engine, gateway):
-            client.send(
-                request_bytes("POST", CHAT, chat("1")) + request_bytes("POST", CHAT, chat("2"), close=True)
-            )
+            client.send(request_bytes("POST", CHAT, chat("1")) + request_bytes("POST", CHAT, chat("2"), close=True))
             gateway.wait_for(queued=1)
         data = client.read_to_end()
     first = parse_answer(data)

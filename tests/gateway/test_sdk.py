@@ -14,15 +14,11 @@ HELLO: Any = [{"role": "user", "content": "hello there"}]
 
 @pytest.fixture
 def gateway(engine: MockEngine, gateways: GatewayMaker) -> GatewayThread:
-    return gateways(
-        engine, slots=2, tenants=[{"name": "alice", "keys": ["sk-alice"], "limits": {"queued": 1}}]
-    )
+    return gateways(engine, slots=2, tenants=[{"name": "alice", "keys": ["sk-alice"], "limits": {"queued": 1}}])
 
 
 def client_for(gateway: GatewayThread, key: str = "sk-alice", retries: int = 0) -> openai.OpenAI:
-    return openai.OpenAI(
-        base_url=f"http://127.0.0.1:{gateway.port}/v1", api_key=key, max_retries=retries, timeout=10
-    )
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{gateway.port}/v1", api_key=key, max_retries=retries, timeout=10)
 
 
 @pytest.fixture
@@ -91,14 +87,10 @@ def test_raw_headers(sdk: openai.OpenAI) -> None:
 
 
 def ask(client: openai.OpenAI, text: str = "hello", **fields: Any) -> Any:
-    return client.chat.completions.create(
-        **{"model": "m", "messages": [{"role": "user", "content": text}], **fields}
-    )
+    return client.chat.completions.create(**{"model": "m", "messages": [{"role": "user", "content": text}], **fields})
 
 
-def test_errors_are_the_right_exceptions(
-    engine: MockEngine, gateway: GatewayThread, sdk: openai.OpenAI
-) -> None:
+def test_errors_are_the_right_exceptions(engine: MockEngine, gateway: GatewayThread, sdk: openai.OpenAI) -> None:
     with client_for(gateway, "sk-wrong") as stranger, pytest.raises(openai.AuthenticationError) as unknown:
         ask(stranger)
     assert unknown.value.code == "invalid_api_key"

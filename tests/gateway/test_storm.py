@@ -118,9 +118,7 @@ def open_worker_ends(gateway: GatewayThread, engines: list[MockEngine]) -> int:
     return gateway.counters()["worker_connections_idle"]
 
 
-def run_storm(
-    gateways: GatewayMaker, engines: list[MockEngine], calls: int, together: int = 120
-) -> Counter[str]:
+def run_storm(gateways: GatewayMaker, engines: list[MockEngine], calls: int, together: int = 120) -> Counter[str]:
     for engine in engines:
         engine.named.update(BEHAVIOURS)
     gateway = gateways(

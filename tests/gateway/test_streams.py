@@ -1,9 +1,9 @@
 """Streams: relayed event by event and unchanged, with usage asked for and hidden, and every failure shown."""
 
-from itertools import pairwise
-from pathlib import Path
 import json
 import time
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +39,8 @@ def test_content_type_and_events_at_once(engine: MockEngine, gateways: GatewayMa
         assert answer.header("content-type") == "text/event-stream; charset=utf-8"
         times = [time.monotonic() for _ in client.events(answer)]
     gaps = [later - earlier for earlier, later in pairwise(times)]
-    assert all(0.05 < gap < 0.2 for gap in gaps), gaps
+    # The role comes with the first word; behind it each event comes at its own time.
+    assert all(0.05 < gap < 0.15 for gap in gaps[1:5]), gaps
     assert answer.complete
 
 
@@ -143,9 +144,7 @@ def test_many_choices_keep_their_indexes(engine: MockEngine, gateways: GatewayMa
     ],
     ids=["two calls", "same index", "no index"],
 )
-def test_tool_calls_pass_unchanged(
-    engine: MockEngine, gateways: GatewayMaker, deltas: tuple[str, ...]
-) -> None:
+def test_tool_calls_pass_unchanged(engine: MockEngine, gateways: GatewayMaker, deltas: tuple[str, ...]) -> None:
     """Report 44."""
     engine.behaviour = Behaviour(deltas=deltas)
     gateway = gateways(engine)
@@ -179,9 +178,7 @@ def test_sampling_fields_reach_the_engine_as_sent(
 
 
 @pytest.mark.parametrize("usage", ["asked", "always", "no_choices"])
-@pytest.mark.parametrize(
-    "options", [None, {"include_usage": False}, {}, {"continuous_usage_stats": False}], ids=str
-)
+@pytest.mark.parametrize("options", [None, {"include_usage": False}, {}, {"continuous_usage_stats": False}], ids=str)
 def test_usage_that_was_not_asked_for_is_counted_but_not_shown(
     engine: MockEngine, gateways: GatewayMaker, usage: str, options: dict[str, bool] | None
 ) -> None:
@@ -220,9 +217,7 @@ def test_usage_bytewise_is_hidden_whole(engine: MockEngine, gateways: GatewayMak
     assert answer.payloads[-1] == DONE
 
 
-def test_the_engine_is_asked_for_usage_and_nothing_else_changes(
-    engine: MockEngine, gateways: GatewayMaker
-) -> None:
+def test_the_engine_is_asked_for_usage_and_nothing_else_changes(engine: MockEngine, gateways: GatewayMaker) -> None:
     start, big = (
         b'{ "model" : "m",\t"stream":true , "messages":[{"role":"user","content":"x}"}],',
         b'"big":12345678901234567890123',
@@ -235,7 +230,8 @@ def test_the_engine_is_asked_for_usage_and_nothing_else_changes(
     for kept in (start, big):
         assert kept in sent
     # An asker's own wish is passed on byte for byte.
-    body = b'{"model":"m", "stream" : true,"stream_options": {"include_usage" : true, "x":1}, "messages":[]}'
+    options = b'"stream_options": {"include_usage" : true, "x":1}'
+    body = b'{"model":"m", "stream" : true,%b, "messages":[{"role":"user"}]}' % options
     post(gateway.port, body)
     assert engine.received[1].body == body
 
@@ -315,9 +311,7 @@ def test_a_cut_inside_an_event_shows_no_half_event(engine: MockEngine, gateways:
     assert DONE not in answer.payloads
 
 
-def test_a_stream_that_ends_properly_but_without_done_is_passed_on(
-    engine: MockEngine, gateways: GatewayMaker
-) -> None:
+def test_a_stream_that_ends_properly_but_without_done_is_passed_on(engine: MockEngine, gateways: GatewayMaker) -> None:
     """The terminating chunk came, so the transfer is whole: what the engine said is what the caller sees."""
     events = (b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":"stop"}]}\n\n',)
     engine.behaviour = Behaviour(events=events)
@@ -341,9 +335,7 @@ def test_one_broken_event_does_not_discard_the_rest(engine: MockEngine, gateways
     assert post(gateway.port, chat(stream=True)).body == b"".join(events)
 
 
-def test_an_error_status_to_a_stream_is_a_plain_json_answer(
-    engine: MockEngine, gateways: GatewayMaker
-) -> None:
+def test_an_error_status_to_a_stream_is_a_plain_json_answer(engine: MockEngine, gateways: GatewayMaker) -> None:
     """Report 20: the framing is made new, so that no stale length cuts the body."""
     engine.behaviour = Behaviour(
         status=400, body=b'{"error":{"message":"too long","type":"x","param":null,"code":400}}'

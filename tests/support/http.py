@@ -210,9 +210,7 @@ class Client:
                 if lines:
                     yield b"\n".join(lines)
 
-    def request(
-        self, method: str, path: str, body: Any = None, headers: Headers = (), **options: Any
-    ) -> Answer:
+    def request(self, method: str, path: str, body: Any = None, headers: Headers = (), **options: Any) -> Answer:
         self.send(request_bytes(method, path, body, headers, **options))
         return self.read_answer(head=method == "HEAD")
 
@@ -236,9 +234,7 @@ class Client:
         return False
 
 
-def fetch(
-    port: int, method: str, path: str, body: Any = None, headers: Headers = (), **options: Any
-) -> Answer:
+def fetch(port: int, method: str, path: str, body: Any = None, headers: Headers = (), **options: Any) -> Answer:
     """One request on a connection of its own."""
     timeout_s = options.pop("timeout_s", 10.0)
     with Client(port, timeout_s=timeout_s) as client:
@@ -269,9 +265,7 @@ def parse_answer(data: bytes) -> Answer:
         raise ClosedEarlyError(data[:200])
     status_line, *lines = head.decode("latin-1").split("\r\n")
     pairs = [line.partition(":") for line in lines]
-    answer = Answer(
-        int(status_line.split(" ")[1]), "", [(name.lower(), value.strip()) for name, _, value in pairs]
-    )
+    answer = Answer(int(status_line.split(" ")[1]), "", [(name.lower(), value.strip()) for name, _, value in pairs])
     if "chunked" not in (answer.header("transfer-encoding") or ""):
         length = answer.header("content-length")
         answer.body = rest if length is None else rest[: int(length)]

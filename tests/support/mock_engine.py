@@ -76,9 +76,7 @@ class Behaviour:
     reset: bool = False
     # Writes an error event after so many events and goes on as `after_error` says: done, close or go_on.
     error_after: int | None = None
-    error_event: bytes = (
-        b'{"error":{"message":"engine failed","type":"server_error","param":null,"code":500}}'
-    )
+    error_event: bytes = b'{"error":{"message":"engine failed","type":"server_error","param":null,"code":500}}'
     after_error: str = "done"
     # The usage chunk of a stream: asked (vLLM's way), always, no_choices (always, without the member), never.
     usage: str = "asked"
@@ -162,6 +160,7 @@ class MockEngine:
         self._listener: socket.socket | None = None
         self._connections: set[Connection] = set()
         self._thread: threading.Thread | None = None
+        self._accepting: asyncio.Task[None]
 
     @property
     def url(self) -> str:
@@ -182,9 +181,7 @@ class MockEngine:
         self.port = listener.getsockname()[1]
         self._listener = listener
         started = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, args=(started,), name=f"mock-{self.port}", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=(started,), name=f"mock-{self.port}", daemon=True)
         self._thread.start()
         assert started.wait(5)
         return self
@@ -196,6 +193,9 @@ class MockEngine:
             return
 
         def end() -> None:
+            self._accepting.cancel()
+            if self._listener is not None:
+                self._listener.close()
             for connection in list(self._connections):
                 connection.drop(reset=reset)
             # Closed transports are released by the loop in its next rounds.
@@ -240,17 +240,15 @@ class MockEngine:
         self._gate = asyncio.Event()
         if self._open:
             self._gate.set()
-        accepting = loop.create_task(self._accept(loop))
+        self._accepting = loop.create_task(self._accept(loop))
         loop.call_soon(started.set)
         try:
             loop.run_forever()
         finally:
-            tasks = [accepting, *asyncio.all_tasks(loop)]
+            tasks = asyncio.all_tasks(loop)
             for task in tasks:
                 task.cancel()
             loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-            if self._listener is not None:
-                self._listener.close()
             loop.close()
 
     async def _accept(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -428,17 +426,14 @@ class Connection(asyncio.Protocol):
         status, body = 200, b""
         path = received.path.split("?")[0]
         if path == "/v1/models":
-            models = [
-                {"id": m, "object": "model", "created": 1, "owned_by": "mock"} for m in self.engine.models
-            ]
+            models = [{"id": m, "object": "model", "created": 1, "owned_by": "mock"} for m in self.engine.models]
             body = dump({"object": "list", "data": models})
         elif path == "/health":
             status = 200 if self.engine.healthy else 503
         else:
             status, body = 404, b'{"detail":"Not Found"}'
         self.transport.write(
-            head_bytes(status, [("content-type", "application/json"), ("content-length", str(len(body)))])
-            + body
+            head_bytes(status, [("content-type", "application/json"), ("content-length", str(len(body)))]) + body
         )
         received.finished_s = time.monotonic()
         return True
@@ -478,9 +473,7 @@ class Connection(asyncio.Protocol):
     async def write_whole(self, b: Behaviour, received: Received, body: bytes) -> bool:
         headers = [("content-type", b.content_type or "application/json"), *b.headers]
         if not b.http10:
-            headers.append(
-                ("content-length", str(len(body) if b.content_length is None else b.content_length))
-            )
+            headers.append(("content-length", str(len(body) if b.content_length is None else b.content_length)))
         await self.write(b, received, head_bytes(b.status, headers, b.http10) + body)
         if b.content_length is not None and b.content_length > len(body):
             return self.hang_up(b)
@@ -589,9 +582,7 @@ def token_count(b: Behaviour, asked: dict[str, Any]) -> int:
 
 
 def usage_for(b: Behaviour, asked: dict[str, Any]) -> dict[str, Any]:
-    input_tokens = (
-        b.input_tokens if b.input_tokens is not None else sum(words_in(p) for p in prompts_of(asked))
-    )
+    input_tokens = b.input_tokens if b.input_tokens is not None else sum(words_in(p) for p in prompts_of(asked))
     output = token_count(b, asked) * len(prompts_of(asked)) * int(asked.get("n") or 1)
     details = {"cached_tokens": b.cached_tokens} if b.cached_tokens else None
     return {
@@ -659,14 +650,9 @@ def whole_body(b: Behaviour, path: str, asked: dict[str, Any], engine: MockEngin
             }
         )
     if path.startswith("/v1/embeddings"):
-        data = [
-            {"index": i, "object": "embedding", "embedding": [0.25, -0.5]}
-            for i in range(len(prompts_of(asked)))
-        ]
+        data = [{"index": i, "object": "embedding", "embedding": [0.25, -0.5]} for i in range(len(prompts_of(asked)))]
         usage = {**usage, "completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
-        return dump(
-            {"id": "embd-1", "object": "list", "created": 1, "model": model, "data": data, "usage": usage}
-        )
+        return dump({"id": "embd-1", "object": "list", "created": 1, "model": model, "data": data, "usage": usage})
     if path.startswith("/v1/responses"):
         return dump(
             {
