@@ -118,7 +118,7 @@ class Gateway:
         if drain_s is None:
             drain_s = self._settings.listen.drain_s
         front = self._front
-        front.draining = True
+        self._relay.draining = True
         if self._server is not None:
             self._server.close()
         for connection in list(front.connections):

@@ -1,39 +1,38 @@
 """The fair queue: whose turn it is, by tiered start-time fair queueing with charge and correction.
 
-What it is. Tiers are strict. In a tier groups compete, and in a group its tenants, each level by the same rule: an
-entity of weight w has a counter V, the cost it was charged divided by w, and the least V goes next. A ticket is
-charged its estimate when it starts and corrected to its true cost while it runs and when it ends. An entity that
+What it is. Tiers are strict. In a tier groups compete, and in a group its tenants, each level by the same rule:
+an entity of weight w has a counter V, the cost it was charged divided by w, and the least V goes next. A ticket is
+charged its estimate when it starts, and corrected to its true cost while it runs and when it ends. An entity that
 becomes backlogged starts at max(V, virtual time), where virtual time is the largest V seen at a pick.
 
 What it promises. Equal inputs give equal order. A tenant's tickets start in the order they came. Something starts
-whenever anything may. For two tenants i, j of a group that both wait, V_i - V_j <= (E_i + O_i)/w_i + R_j/w_j: E is the
-largest estimate started, O and R the largest under- and over-estimate in flight; for groups of a tier the same.
-No call looks at all tenants or all tickets, apart from `bound_ratio` and `snapshot`, which are for scrapes.
+whenever anything may. For two tenants i, j of a group that both wait, V_i - V_j <= (E_i + O_i)/w_i + R_j/w_j, where
+E is the largest estimate started, O and R the largest under- and over-estimate in flight; the same for groups of a
+tier. No call looks at all tenants or all tickets, save those that say so.
 
-What it never does: wait, read a clock, draw a random number, lock, log, look at a prompt or know a worker.
+What it never does: wait, read a clock, draw a random number, lock, log, look at a prompt, or know a worker.
 
 Words used below. A *lane* is a class of tickets that can run on the same workers. A *race* is one lane at one level:
-the entities that have something to start in it. A *line* is one entity's place in one race.
+the entities that have something to start there. A *line* is one entity's place in one race.
 """
 
 from collections import deque
-from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
 from math import inf
 from typing import Any
 
-# A tenant that is idle is remembered while it has debt. Up to so many in a group are also kept without any, since
-# making an account costs more than a decision; beyond it they are forgotten, and in a group where nothing waits the
-# least debts with them.
-IDLE_KEPT_MAX = 64
-# A heap or a tenant's queue may hold so many dead entries before it is worth while to look at its size.
+# A tenant without tickets is remembered while it has debt. So many in a group are kept even without, since making
+# an account costs more than a decision. Beyond it they are forgotten, and where nothing waits the least debts too.
+IDLE_KEPT_MAX = 256
+# A heap or a tenant's queue may hold so many dead entries before it is worth while to count them.
 DEAD_KEPT_MIN = 16
-# What a caller is told when nothing is known of how fast the pool serves.
+# What a caller is told while nothing is known of how fast the pool serves.
 WAIT_UNKNOWN_S = 1.0
-# Beyond this the counters of a group or tier start again near zero when nothing waits in it: a float has 53 bits.
-VIRTUAL_TIME_MAX = 2.0**36
+# Virtual time beyond which a level starts again at zero as soon as nothing waits there: a float has 53 bits.
+VIRTUAL_TIME_MAX = 2.0**32
 
 NEW, WAITING, STARTED, ENDED = range(4)
 
@@ -84,7 +83,7 @@ class Tier:
 
     name: str
     min_share: float = 0.0
-    groups: tuple[Group, ...] = field(default=())
+    groups: tuple[Group, ...] = ()
 
 
 class Ticket:
@@ -135,14 +134,30 @@ class _Level:
             race = self.races[lane] = _Race(self)
         return race
 
+    def restart(self, entities: "Iterable[_Entity]") -> None:
+        """Puts virtual time at zero and everybody's V as far from it as it was. Nothing may be in a race."""
+        past = self.vt
+        self.vt = 0.0
+        for race in self.races.values():
+            race.vt = 0.0
+            race.heap.clear()
+        for entity in entities:
+            entity.v -= past
+            entity.v_started -= past
+            entity.peak -= past
+            for line in entity.lines.values():
+                line.left -= past
+
 
 class _Race:
     """One lane at one level.
 
-    The heap holds (V, age, line). An entry is live when it is its line's own `entry`. V only rises without the heap
-    being told; an entry that comes to the top too early is put where it belongs. When V falls a new entry is pushed
-    and the old one is dead. The lane has its own virtual time: where one lane is stuck and another flows, those who
-    join the stuck one must not queue behind everything that the other served.
+    The heap holds (V, age, line). An entry is live when it is its line's own `entry`. V may rise without the heap
+    being told: an entry that comes to the top too early is then put where it belongs. When V falls a new entry is
+    pushed and the old one is dead; the heap is built anew when the dead outnumber the live two to one.
+
+    A lane has its own virtual time, which follows the level's only while nothing waits in the lane. Where one lane
+    is stuck and another flows, those who come to the stuck one need not queue behind all that the other served.
     """
 
     __slots__ = ("heap", "level", "live", "vt")
@@ -161,35 +176,131 @@ class _Race:
             self.heap = [entry for entry in heap if entry[2].entry is entry]
             heapify(self.heap)
 
+    def top_group(self) -> "_Line | None":
+        """Of the groups in this race: the line of the tenant that goes next. Its group is then on top."""
+        while self.live:
+            heap = self.heap
+            entry = heap[0]
+            line = entry[2]
+            if line.entry is not entry:
+                heappop(heap)
+                continue
+            group = line.group
+            key = group.v + line.lift
+            if key != entry[0] or group.age != entry[1]:
+                line.entry = entry = (key, group.age, line)
+                heapreplace(heap, entry)
+                if heap[0] is not entry:
+                    continue
+            assert line.inner is not None
+            top = line.inner.top_tenant()
+            if top is not None:
+                return top
+        return None
+
+    def top_tenant(self) -> "_Line | None":
+        """Of the tenants in this race: the line of the one that goes next. It is then on top."""
+        while self.live:
+            heap = self.heap
+            entry = heap[0]
+            line = entry[2]
+            if line.entry is not entry:
+                heappop(heap)
+                continue
+            head = line.tickets[0]
+            if head.state != WAITING:
+                head = line.head()
+            tenant = head.tenant
+            if tenant.concurrency is not None and tenant.in_flight >= tenant.concurrency:
+                # It got there through another queue.
+                line.withdraw()
+                continue
+            key = line.entity.v + line.lift
+            if key != entry[0] or head.sequence != entry[1]:
+                line.entry = entry = (key, head.sequence, line)
+                heapreplace(heap, entry)
+                if heap[0] is not entry:
+                    continue
+            return line
+        return None
+
 
 class _Line:
     """One entity's place in one race; a tenant's also holds its tickets."""
 
-    __slots__ = ("entity", "entry", "left", "lift", "race", "tickets", "upper", "waiting")
+    __slots__ = (
+        "cost", "entity", "entry", "group", "inner", "left", "lift", "race", "tickets", "upper", "waiting"
+    )  # fmt: skip
 
-    def __init__(self, entity: "_Entity", race: _Race, upper: "_Line | None") -> None:
+    def __init__(
+        self,
+        entity: "_Entity",
+        group: "_Group",
+        race: _Race,
+        upper: "_Line | None",
+        inner: _Race | None,
+    ) -> None:
         self.entity = entity
+        # The tenant's group, or the group itself.
+        self.group = group
         self.race = race
-        # The line of a tenant's group in the same lane; a group's own has none.
+        # Of a tenant's line: its group's line in the same lane. Of a group's: the race of its tenants in that lane.
         self.upper = upper
-        # Its live entry in the race's heap; None while it has nothing to start or may not start anything.
+        self.inner = inner
+        # Its live entry in the race's heap; None while it has nothing to start, or may not start anything.
         self.entry: tuple[float, int, _Line] | None = None
-        # What it stands above its entity's V in this lane: one that waits in a slow lane and joins a fast one starts
-        # level with the fast one, and keeps its place in the slow one.
+        # How far it stands above its entity's V in this lane. One that waits in a slow lane and joins a fast one
+        # starts level with the fast one, yet keeps its place in the slow one.
         self.lift = 0.0
-        # Where its last start here left it, if it had a lift then: the debt it comes back with.
+        # Where its last start here put it, if it had a lift then: the debt it comes back with.
         self.left = 0.0
-        # Sorted by age. Cancelled tickets stay until they come to the front or outnumber the others.
+        # Oldest first. Cancelled ones stay until they come to the front or outnumber the others.
         self.tickets: deque[Ticket] = deque()
+        # How many of them wait, and their estimates together.
         self.waiting = 0
+        self.cost = 0.0
+
+    def head(self) -> Ticket:
+        """The oldest waiting ticket; there must be one."""
+        tickets = self.tickets
+        while tickets[0].state != WAITING:
+            tickets.popleft()
+        return tickets[0]
+
+    def join(self) -> None:
+        """A tenant may start something here: it joins its race, and its group the one above."""
+        age = self.head().sequence
+        upper, group = self.upper, self.group
+        assert upper is not None
+        if upper.entry is None:
+            if not group.racing:
+                group.age = age
+                tier = group.tier
+                if not tier.level.racing and tier.level.vt > VIRTUAL_TIME_MAX:
+                    tier.level.restart(tier.groups.values())
+            upper.enter(group.age)
+            if not group.inside.racing and group.inside.vt > VIRTUAL_TIME_MAX:
+                group.restart()
+        self.enter(age)
+
+    def withdraw(self) -> None:
+        """A tenant has nothing to start here, or may not: it leaves its race, and its group if it was the last."""
+        self.leave()
+        upper = self.upper
+        if not self.race.live and upper is not None:
+            upper.leave()
+            if not upper.race.level.racing:
+                self.group.tier.credit = 0.0
 
     def enter(self, age: int) -> None:
-        """Its entity has something to start here: it is level with whom it meets, or keeps its debt."""
+        """Joins its race level with whom it meets, or with its debt."""
         entity, race = self.entity, self.race
         level = race.level
         if not race.live and race.vt < level.vt:
             race.vt = level.vt
-        floor = race.vt if race.vt > self.left else self.left
+        floor = race.vt
+        if floor < self.left:
+            floor = self.left
         v = entity.v
         if not entity.racing:
             level.racing += 1
@@ -206,7 +317,6 @@ class _Line:
         race.push(v + self.lift, age, self)
 
     def leave(self) -> None:
-        """Its entity has nothing to start here any more, or may not."""
         entity, race = self.entity, self.race
         heap = race.heap
         if heap[0] is self.entry:
@@ -220,13 +330,6 @@ class _Line:
             level.racing -= 1
             # No rounding may outlive the entities it came from.
             level.weight = level.weight - entity.weight if level.racing else 0.0
-
-    def head(self) -> Ticket:
-        """The oldest waiting ticket; there must be one."""
-        tickets = self.tickets
-        while tickets[0].state != WAITING:
-            tickets.popleft()
-        return tickets[0]
 
     def charge(self, cost: float) -> None:
         """Its entity was picked here: virtual time moves to it, and it pays."""
@@ -271,8 +374,8 @@ class _Entity:
         self.lines: dict[Hashable, _Line] = {}
         # How many of its lines are in their race.
         self.racing = 0
-        # For the bound, all in units of V. Where V was set last other than by a correction, and in which race (None:
-        # when nothing waited); the largest V; E, O and R.
+        # For the bound, all in units of V. Where V was last put other than by a correction, and in which race (None:
+        # when nothing waited); the largest V before it fell; E, O and R.
         self.v_started = self.v
         self.race: _Race | None = None
         self.peak = self.v
@@ -281,8 +384,8 @@ class _Entity:
         self.over_max = 0.0
 
     def correct_up(self, cost: float) -> None:
-        self.v += cost / self.divisor
-        under = self.v - self.v_started
+        self.v = v = self.v + cost / self.divisor
+        under = v - self.v_started
         if under > self.under_max:
             self.under_max = under
 
@@ -302,7 +405,7 @@ class _Entity:
 
 
 class _Group(_Entity):
-    __slots__ = ("age", "idle", "inside", "longest", "longest_min", "name", "served", "tier", "waiting")
+    __slots__ = ("age", "idle", "inside", "name", "ranking", "served", "tier", "waiting")
 
     def __init__(self, name: str, weight: float, tier: "_Tier") -> None:
         super().__init__(weight)
@@ -310,23 +413,21 @@ class _Group(_Entity):
         self.tier = tier
         # Its tenants compete here.
         self.inside = _Level()
-        # Among groups of equal V the lowest goes first: the age of the ticket that made it backlogged, then of its
-        # last pick.
+        # Among groups of equal V the lowest goes first: the age of the ticket that made it backlogged, from then on
+        # that of its last pick.
         self.age = 0
         self.waiting = 0
         # True cost of all that has finished.
         self.served = 0.0
-        # Heap of (V, age, account) of the tenants that have neither waiting nor running tickets. V may have changed.
+        # Heap of (V, age, account) of tenants without tickets. V may have changed since, and they may have some.
         self.idle: list[tuple[float, int, _Account]] = []
-        # Heap of (-waiting per weight, age, account), made when the queue overflows and given up when this group
-        # has less than `longest_min` waiting. An entry may claim more than is true, never less.
-        self.longest: list[tuple[float, int, _Account]] | None = None
-        self.longest_min = 0
+        # Its queues by length, while it overflows.
+        self.ranking: _Ranking | None = None
 
     def forget_idle(self) -> None:
-        """Forgets up to two tenants without debt; where nothing waits, the least indebted of too many.
+        """Forgets up to two tenants without tickets and debt; where nothing waits, the least indebted of too many.
 
-        Twice what one call can add, so that memory returns without a pause in which it is cleared.
+        One call adds one at most, so memory returns without a pause in which it is cleared.
         """
         idle, inside = self.idle, self.inside
         for _ in range(2):
@@ -337,17 +438,24 @@ class _Group(_Entity):
                 floor = min(race.vt for race in inside.races.values() if race.live)
                 if idle[0][0] > floor:
                     return
-            _, age, account = idle[0]
+            key, age, account = idle[0]
+            v = account.v
             if account.in_flight or account.has_waiting():
                 heappop(idle)
                 account.parked = False
-            elif account.v > floor and account.v != idle[0][0] and account.v < inf:
-                heapreplace(idle, (account.v, age, account))
-            elif account.v <= floor or account.v == inf or not self.waiting:
+            elif v > floor and v != key:
+                heapreplace(idle, (v, age, account))
+            elif v <= floor or not self.waiting:
                 heappop(idle)
-                if floor < account.v < inf:
-                    inside.vt = account.v
+                if floor < v < inf:
+                    inside.vt = v
                 del self.tier.accounts[account.tenant]
+
+    def restart(self) -> None:
+        """See `_Level.restart`. Rare, and only those are remembered that run something or are too few to matter."""
+        past = self.inside.vt
+        self.inside.restart(account for account in self.tier.accounts.values() if account.group is self)
+        self.idle = [(key - past, age, account) for key, age, account in self.idle]
 
 
 class _Account(_Entity):
@@ -372,8 +480,10 @@ class _Account(_Entity):
             group = self.group
             upper = group.lines.get(lane)
             if upper is None:
-                upper = group.lines[lane] = _Line(group, group.tier.level.race(lane), None)
-            line = self.lines[lane] = _Line(self, group.inside.race(lane), upper)
+                inner = group.inside.race(lane)
+                upper = group.lines[lane] = _Line(group, group, group.tier.level.race(lane), None, inner)
+            assert upper.inner is not None
+            line = self.lines[lane] = _Line(self, group, upper.inner, upper, None)
         return line
 
     def has_waiting(self) -> bool:
@@ -384,6 +494,18 @@ class _Account(_Entity):
 
     def waiting(self) -> int:
         return sum(line.waiting for line in self.lines.values())
+
+    def newest(self) -> Ticket | None:
+        """The youngest waiting ticket."""
+        newest: Ticket | None = None
+        for line in self.lines.values():
+            if line.waiting:
+                tickets = line.tickets
+                while tickets[-1].state != WAITING:
+                    tickets.pop()
+                if newest is None or tickets[-1].sequence > newest.sequence:
+                    newest = tickets[-1]
+        return newest
 
     def park(self) -> None:
         """Notes that it may be forgotten, if nothing of it waits or runs."""
@@ -396,8 +518,59 @@ class _Account(_Entity):
                 group.forget_idle()
 
 
+class _Ranking:
+    """The queues of one group by length per weight, longest first.
+
+    Made when the group first has to shed, from all its queues, and given up when half of what waited then is gone:
+    making it costs less than it took to fill them, and who never overflows pays nothing. An entry claims what its
+    queue had or more; it is live while it is the queue's own claim.
+    """
+
+    __slots__ = ("_claims", "_heap", "waiting_min")
+
+    def __init__(self, accounts: Iterable[_Account], waiting: int) -> None:
+        self._claims = {account: _length(account) for account in accounts if account.has_waiting()}
+        self._heap = [(-length, account.age, account) for account, length in self._claims.items()]
+        heapify(self._heap)
+        self.waiting_min = waiting // 2
+
+    def grew(self, account: _Account) -> None:
+        """The account has one more waiting."""
+        length = _length(account)
+        if length > self._claims.get(account, 0.0):
+            self._claims[account] = length
+            heappush(self._heap, (-length, account.age, account))
+
+    def longest(self) -> _Account:
+        """The account with the longest queue; something must wait."""
+        heap, claims = self._heap, self._claims
+        while True:
+            claimed, age, account = heap[0]
+            length = _length(account)
+            if claims.get(account) != -claimed:
+                heappop(heap)
+            elif not length:
+                heappop(heap)
+                del claims[account]
+            elif length != -claimed:
+                claims[account] = length
+                heapreplace(heap, (-length, age, account))
+            else:
+                return account
+
+
+def _length(entity: _Group | _Account) -> float:
+    """Waiting tickets per weight."""
+    waiting = entity.waiting if isinstance(entity, _Group) else entity.waiting()
+    if not waiting:
+        return 0.0
+    return waiting / entity.weight if entity.weight else inf
+
+
 class _Tier:
-    __slots__ = ("accounts", "credit", "estimate_max", "groups", "index", "level", "min_share", "name", "queue")
+    __slots__ = (
+        "accounts", "credit", "estimate_max", "groups", "index", "level", "min_share", "name", "queue"
+    )  # fmt: skip
 
     def __init__(self, index: int, tier: Tier, queue: "FairQueue") -> None:
         self.index = index
@@ -406,14 +579,14 @@ class _Tier:
         self.level = _Level()
         self.groups = {group.name: _Group(group.name, group.weight, self) for group in tier.groups}
         self.accounts: dict[Tenant, _Account] = {}
-        # The floor: what it earns of each cost started above it while it waits, what it has earned, and the largest
-        # estimate it ever had, which is as much as it may save up.
+        # The floor: the share it earns of each cost started above it while it waits; what it has earned; and the
+        # largest estimate it ever had, which is as much as it may save.
         self.min_share = tier.min_share
         self.credit = 0.0
         self.estimate_max = 0.0
 
     def account(self, tenant: Tenant) -> _Account:
-        """The tenant's account, made when there is none. A group this tier does not list has weight 1."""
+        """The tenant's account, made when there is none. A group that this tier does not list has weight 1."""
         account = self.accounts.get(tenant)
         if account is None:
             group = self.groups.get(tenant.group)
@@ -425,79 +598,30 @@ class _Tier:
     def pick(self, lanes: Collection[Hashable] | None) -> Ticket | None:
         """The ticket that goes next among these lanes: least V of the groups, then least V of its tenants.
 
-        In a lane a group and then a tenant is chosen by their place in that lane. Only when a group stands equally
-        in several lanes do its tenants compete over all of them.
+        Both are chosen by their place in one lane. Where a group stands equally in several, its tenants compete over
+        all of these.
         """
         races = self.level.races
         if lanes is None:
             if len(races) == 1:
-                for lane, race in races.items():
-                    top = self._top_group(race, lane)
+                for race in races.values():
+                    top = race.top_group()
                     return top.head() if top is not None else None
             lanes = races
-        best: tuple[float, int, _Line] | None = None
+        best: tuple[float, int] | None = None
+        best_inside: tuple[float, int] | None = None
         chosen: _Line | None = None
         for lane in lanes:
             lane_race = races.get(lane)
             if lane_race is None or not lane_race.live:
                 continue
-            line = self._top_group(lane_race, lane)
-            if line is None:
+            line = lane_race.top_group()
+            if line is None or line.entry is None:
                 continue
-            entry = lane_race.heap[0]
-            if best is None or entry[:2] < best[:2]:
-                best, chosen = entry, line
-            elif entry[:2] == best[:2]:
-                assert line.entry is not None and chosen is not None and chosen.entry is not None
-                if line.entry[:2] < chosen.entry[:2]:
-                    best, chosen = entry, line
+            among, inside = lane_race.heap[0][:2], line.entry[:2]
+            if best is None or best_inside is None or (among, inside) < (best, best_inside):
+                best, best_inside, chosen = among, inside, line
         return chosen.head() if chosen is not None else None
-
-    def _top_group(self, race: _Race, lane: Hashable) -> _Line | None:
-        """The line of the tenant that goes next in this lane; its group is then at the top of `race`."""
-        while race.live:
-            heap = race.heap
-            entry = heap[0]
-            line = entry[2]
-            if line.entry is not entry:
-                heappop(heap)
-                continue
-            group = line.entity
-            assert isinstance(group, _Group)
-            key = group.v + line.lift
-            if key != entry[0] or group.age != entry[1]:
-                line.entry = entry = (key, group.age, line)
-                heapreplace(heap, entry)
-                continue
-            top = self._top_tenant(group.inside.races[lane])
-            if top is not None:
-                return top
-        return None
-
-    def _top_tenant(self, race: _Race) -> _Line | None:
-        """The line of the tenant that goes next in its group; it is then at the top of `race`."""
-        while race.live:
-            heap = race.heap
-            entry = heap[0]
-            line = entry[2]
-            if line.entry is not entry:
-                heappop(heap)
-                continue
-            head = line.tickets[0]
-            if head.state != WAITING:
-                head = line.head()
-            tenant = head.tenant
-            if tenant.concurrency is not None and tenant.in_flight >= tenant.concurrency:
-                # It reached its concurrency through another queue.
-                self.queue._leave(line)
-                continue
-            key = line.entity.v + line.lift
-            if key != entry[0] or head.sequence != entry[1]:
-                line.entry = entry = (key, head.sequence, line)
-                heapreplace(heap, entry)
-                continue
-            return line
-        return None
 
 
 class FairQueue:
@@ -514,24 +638,29 @@ class FairQueue:
         self._next: Ticket | None = None
         self._fresh = True
 
-    # -- in and out ----------------------------------------------------------------------------------------------
+    # -- in and out ------------------------------------------------------------------------------------------
 
     def submit(self, ticket: Ticket) -> None:
         """Puts a new ticket at the end of its tenant's queue."""
-        if ticket.state != NEW:
-            raise ValueError("A ticket can be submitted once; make a new one.")
-        tenant = ticket.tenant
-        account = self._tiers[ticket.tier].account(tenant)
-        line = account.lines.get(ticket.lane) or account.line(ticket.lane)
+        if ticket.state:
+            raise ValueError("A ticket can be submitted once. Make a new one.")
+        tenant, tier, lane = ticket.tenant, self._tiers[ticket.tier], ticket.lane
+        account = tier.accounts.get(tenant)
+        if account is None:
+            account = tier.account(tenant)
+        line = account.lines.get(lane)
+        if line is None:
+            line = account.line(lane)
         ticket.account = account
         ticket.sequence = next(_sequence)
         line.tickets.append(ticket)
         self._count_in(ticket, line)
         if line.entry is None and (tenant.concurrency is None or tenant.in_flight < tenant.concurrency):
-            self._enter(line)
+            self._fresh = False
+            line.join()
 
     def peek(self, lanes: Collection[Hashable] | None = None) -> Ticket | None:
-        """The ticket that goes next among those that wait in these lanes, None if none may start.
+        """The ticket that goes next among those that wait in these lanes; None if none of them may start.
 
         1. A lower tier whose credit covers its next ticket goes first (`min_share`).
         2. Else the first tier that has anything to start in these lanes.
@@ -543,7 +672,13 @@ class FairQueue:
             tenant = ticket.tenant
             if tenant.concurrency is None or tenant.in_flight < tenant.concurrency:
                 return ticket
-        ticket = self._pick(lanes)
+        ticket = self._credited(lanes) if self._floors else None  # (1)
+        if ticket is None:
+            for tier in self._tiers:  # (2)
+                if tier.level.racing:
+                    ticket = tier.pick(lanes)
+                    if ticket is not None:
+                        break
         if lanes is None:
             self._next = ticket
             self._fresh = True
@@ -556,26 +691,23 @@ class FairQueue:
         tenant, account = ticket.tenant, ticket.account
         line = account.lines[ticket.lane]
         upper = line.upper
-        if line.head() is not ticket or line.entry is None or upper is None:
+        if line.entry is None or upper is None or line.head() is not ticket:
             raise ValueError("Only the ticket that `peek` returned can start.")
         self._fresh = False
         line.tickets.popleft()
-        line.waiting -= 1
-        group = account.group
-        group.waiting -= 1
-        self.waiting -= 1
-        tenant.queued -= 1
+        self._count_out(ticket, line)
         tenant.in_flight += 1
         account.in_flight += 1
         ticket.state = STARTED
         ticket.charged = cost = ticket.estimate
+        group = account.group
         upper.charge(cost)
         group.age = next(_sequence)
         line.charge(cost)
         if self._floors:
             self._credit(group.tier, cost)
         if not line.waiting:
-            self._leave(line)
+            line.withdraw()
         if tenant.concurrency is not None and tenant.in_flight >= tenant.concurrency:
             self._hold(tenant)
 
@@ -638,15 +770,12 @@ class FairQueue:
         queue._fresh = False
         ticket.state = ENDED
         line = account.lines[ticket.lane]
-        line.waiting -= 1
-        account.group.waiting -= 1
-        queue.waiting -= 1
-        ticket.tenant.queued -= 1
+        queue._count_out(ticket, line)
         tickets = line.tickets
         if not line.waiting:
             tickets.clear()
             if line.entry is not None:
-                queue._leave(line)
+                line.withdraw()
             account.park()
         elif len(tickets) > 2 * line.waiting + DEAD_KEPT_MIN:
             line.tickets = deque([ticket for ticket in tickets if ticket.state == WAITING])
@@ -654,8 +783,8 @@ class FairQueue:
     def give_back(self, ticket: Ticket) -> None:
         """A started ticket that never ran: to the head of its tenant's queue, its charge returned.
 
-        A tenant that had gone idle meanwhile is first levelled and then refunded, so that it is not behind where it
-        would be had the ticket never started, nor ahead by more than the refund.
+        A tenant that was not competing meanwhile is first levelled and then refunded: not behind where it would be
+        had the ticket never started, nor ahead of the others by more than the refund.
         """
         if ticket.state != STARTED:
             raise ValueError("Only a started ticket can be given back.")
@@ -665,35 +794,28 @@ class FairQueue:
         ticket.charged = 0.0
         tenant.in_flight -= 1
         account.in_flight -= 1
-        former._fresh = False
-        self._fresh = False
+        former._fresh = self._fresh = False
         if former is not self:
-            account.correct_down(charged)
+            # Pools were regrouped while it ran: it was charged there, and waits here.
             account.group.correct_down(charged)
+            account.correct_down(charged)
             account.park()
             ticket.account = account = self._tiers[ticket.tier].account(tenant)
             charged = 0.0
         line = account.line(ticket.lane)
-        tickets = line.tickets
-        place = 0
-        while place < len(tickets) and tickets[place].sequence < ticket.sequence:
-            place += 1
-        tickets.insert(place, ticket)
+        _insert_by_age(line.tickets, ticket)
         self._count_in(ticket, line)
         self.resume(tenant)
         group = account.group
         group.correct_down(charged)
         account.correct_down(charged)
-        upper = line.upper
-        assert upper is not None
         if ticket.sequence < group.age:
             group.age = ticket.sequence
-        for older in (line, upper):
-            entry = older.entry
-            if entry is not None and ticket.sequence < entry[1]:
+        for older in (line, line.upper):
+            if older is not None and older.entry is not None and ticket.sequence < older.entry[1]:
                 older.race.push(older.entity.v + older.lift, ticket.sequence, older)
 
-    # -- while it runs -------------------------------------------------------------------------------------------
+    # -- while it runs ---------------------------------------------------------------------------------------
 
     def progress(self, ticket: Ticket, cost: float) -> None:
         """Charges a started ticket up to `cost` in all, never down."""
@@ -727,7 +849,7 @@ class FairQueue:
         tenant.served += cost
         group.served += cost
         account.in_flight -= 1
-        if tenant.concurrency is not None:
+        if tenant.concurrency is not None and tenant.queued:
             self.resume(tenant)
         if not account.in_flight and not account.racing:
             if not account.parked:
@@ -748,50 +870,72 @@ class FairQueue:
             if account is not None:
                 for line in account.lines.values():
                     if line.waiting and line.entry is None:
-                        self._enter(line)
+                        self._fresh = False
+                        line.join()
 
-    # -- when it is too much -------------------------------------------------------------------------------------
+    # -- when it is too much ---------------------------------------------------------------------------------
 
     def shed(self, tier_above: int) -> Ticket | None:
         """Cancels and returns the newest ticket of the longest queue per weight in the lowest tier that waits.
 
-        None if that tier is above `tier_above`. Longest is decided among groups, then among the tenants of one; a
-        group's queues are ranked when this is first called, at less than it cost to fill them, and the ranking is
-        kept up until half of them is gone.
+        None if that tier is above `tier_above`. The longest group is chosen first, then the longest of its tenants.
         """
         for tier in reversed(self._tiers):
             if tier.index < tier_above:
                 break
-            groups = [group for group in tier.groups.values() if group.waiting]
-            if groups:
-                ticket = self._newest_of_longest(max(groups, key=_waiting_per_weight))
+            group = max(tier.groups.values(), key=_length, default=None)
+            if group is not None and group.waiting:
+                ranking = group.ranking
+                if ranking is None:
+                    accounts = (account for account in tier.accounts.values() if account.group is group)
+                    ranking = group.ranking = _Ranking(accounts, group.waiting)
+                ticket = ranking.longest().newest()
+                assert ticket is not None
                 self.cancel(ticket)
                 return ticket
         return None
 
-    def wait_estimate_s(self, tenant: Tenant, tier: int, rate: float) -> float:
-        """Seconds until what the tenant has waiting is served, if all that wait now go on waiting.
+    def take_all(self, lane: Hashable | None = None) -> list[Ticket]:
+        """Cancels and returns all that waits in a lane, or in all, oldest first; also what may not start now.
 
-        Its cost, times how much of its group's and of its tier's weight is not its own, by the cost per second.
+        For a pool that goes, or a lane without workers. Looks at every tenant that is remembered.
+        """
+        taken = [
+            ticket
+            for tier in self._tiers
+            for account in tier.accounts.values()
+            for line_lane, line in account.lines.items()
+            if line.waiting and (lane is None or line_lane == lane)
+            for ticket in line.tickets
+            if ticket.state == WAITING
+        ]
+        taken.sort(key=lambda ticket: ticket.sequence)
+        for ticket in taken:
+            self.cancel(ticket)
+        return taken
+
+    def wait_estimate_s(self, tenant: Tenant, tier: int, rate: float) -> float:
+        """Seconds until all that the tenant has waiting is served, if who waits now goes on waiting.
+
+        Its cost, divided by its part of the pool's rate in cost per second: by weight in its group, and its group's
+        in the tier.
         """
         if not rate > 0.0:
             return WAIT_UNKNOWN_S
         account = self._tiers[tier].accounts.get(tenant)
         if account is None:
             return 0.0
-        # Tickets of one tenant cost about the same: its oldest stands for the rest, or all would be looked at.
-        cost = sum(line.waiting * line.head().estimate for line in account.lines.values() if line.waiting)
-        if not cost:
-            return 0.0
+        cost = sum(line.cost for line in account.lines.values())
         group = account.group
-        inside, among = group.inside.weight, group.tier.level.weight
-        parts = max(1.0, inside / account.divisor) * max(1.0, among / group.divisor)
-        return cost * parts / rate
+        return cost * _parts(account, group.inside) * _parts(group, group.tier.level) / rate
 
-    # -- for display ---------------------------------------------------------------------------------------------
+    # -- for display -----------------------------------------------------------------------------------------
 
     def bound_ratio(self) -> float:
-        """How much of the fairness bound is used by the worst pair that waits in one lane. Above 1 is a defect."""
+        """How much of the fairness bound is used by the worst pair that waits in one lane; above 1 is a defect.
+
+        Looks at every tenant that waits.
+        """
         worst = 0.0
         for tier in self._tiers:
             for level in (tier.level, *(group.inside for group in tier.groups.values())):
@@ -800,97 +944,56 @@ class FairQueue:
         return worst
 
     def snapshot(self) -> list[dict[str, Any]]:
-        """Tiers, their groups, and the tenants that are remembered, as plain data."""
+        """Tiers, their groups, and the tenants that are remembered, as plain data. `served_cost` of a tenant is over
+        all queues. Looks at every tenant that is remembered."""
         tiers = []
         for tier in self._tiers:
-            groups: dict[str, dict[str, Any]] = {
-                group.name: {
-                    "name": group.name,
-                    "weight": group.weight,
-                    "waiting": group.waiting,
-                    "in_flight": 0,
-                    "virtual_time": group.v if group.v < inf else None,
-                    "served_cost": group.served,
-                    "tenants": [],
-                }
-                for group in tier.groups.values()
-            }
+            groups = {group.name: _shown(group, group.waiting, group.served) for group in tier.groups.values()}
+            for group in groups.values():
+                group["tenants"] = []
             for account in tier.accounts.values():
+                shown = _shown(account, account.waiting(), account.tenant.served)
+                shown["in_flight"] = account.in_flight
                 group = groups[account.group.name]
                 group["in_flight"] += account.in_flight
-                group["tenants"].append(
-                    {
-                        "name": account.tenant.name,
-                        "weight": account.weight,
-                        "waiting": account.waiting(),
-                        "in_flight": account.in_flight,
-                        "virtual_time": account.v if account.v < inf else None,
-                        "served_cost": account.tenant.served,
-                    }
-                )
+                group["tenants"].append(shown)
             tiers.append(
                 {
                     "name": tier.name,
                     "min_share": tier.min_share,
                     "credit": tier.credit,
+                    "waiting": sum(group["waiting"] for group in groups.values()),
                     "groups": list(groups.values()),
                 }
             )
         return tiers
 
-    # -- parts ---------------------------------------------------------------------------------------------------
-
-    def _pick(self, lanes: Collection[Hashable] | None) -> Ticket | None:
-        for tier in self._floors:  # (1)
-            if tier.credit > 0.0 and tier.level.racing:
-                ticket = tier.pick(lanes)
-                if ticket is not None and ticket.estimate <= tier.credit:
-                    return ticket
-        for tier in self._tiers:  # (2)
-            if tier.level.racing:
-                ticket = tier.pick(lanes)
-                if ticket is not None:
-                    return ticket
-        return None
+    # -- parts -----------------------------------------------------------------------------------------------
 
     def _count_in(self, ticket: Ticket, line: _Line) -> None:
-        group = ticket.account.group
+        group = line.group
+        estimate = ticket.estimate
         ticket.state = WAITING
+        ticket.tenant.queued += 1
         line.waiting += 1
+        line.cost += estimate
         group.waiting += 1
         self.waiting += 1
-        ticket.tenant.queued += 1
-        if self._floors and ticket.estimate > group.tier.estimate_max:
-            group.tier.estimate_max = ticket.estimate
-        if group.longest is not None:
-            account = ticket.account
-            heappush(group.longest, (-account.waiting() * (1 / account.weight if account.weight else inf), account.age, account))
+        if estimate > group.tier.estimate_max:
+            group.tier.estimate_max = estimate
+        if group.ranking is not None:
+            group.ranking.grew(ticket.account)
 
-    def _enter(self, line: _Line) -> None:
-        """A tenant's line joins its race, and its group's line the one above."""
-        self._fresh = False
-        age = line.head().sequence
-        upper = line.upper
-        assert upper is not None
-        if upper.entry is None:
-            group = upper.entity
-            assert isinstance(group, _Group)
-            if not group.racing:
-                group.age = age
-            upper.enter(group.age)
-        line.enter(age)
-
-    def _leave(self, line: _Line) -> None:
-        """A tenant's line leaves its race, and its group's line the one above if it was the last."""
-        line.leave()
-        if not line.race.live:
-            upper = line.upper
-            assert upper is not None
-            upper.leave()
-            if not upper.race.level.racing:
-                group = upper.entity
-                assert isinstance(group, _Group)
-                group.tier.credit = 0.0
+    def _count_out(self, ticket: Ticket, line: _Line) -> None:
+        group = line.group
+        ticket.tenant.queued -= 1
+        line.waiting -= 1
+        # No rounding may outlive the tickets it came from.
+        line.cost = line.cost - ticket.estimate if line.waiting else 0.0
+        group.waiting -= 1
+        self.waiting -= 1
+        if group.ranking is not None and group.waiting < group.ranking.waiting_min:
+            group.ranking = None
 
     def _hold(self, tenant: Tenant) -> None:
         """The tenant is at its concurrency: none of its lines competes until `resume`."""
@@ -899,7 +1002,16 @@ class FairQueue:
             if account is not None and account.racing:
                 for line in account.lines.values():
                     if line.entry is not None:
-                        self._leave(line)
+                        line.withdraw()
+
+    def _credited(self, lanes: Collection[Hashable] | None) -> Ticket | None:
+        """The next ticket of the first lower tier whose credit covers it."""
+        for tier in self._floors:
+            if tier.credit > 0.0 and tier.level.racing:
+                ticket = tier.pick(lanes)
+                if ticket is not None and ticket.estimate <= tier.credit:
+                    return ticket
+        return None
 
     def _credit(self, started: _Tier, cost: float) -> None:
         """Lower tiers that wait earn their share of what started above them; one that is served pays."""
@@ -909,50 +1021,39 @@ class FairQueue:
             elif tier.index > started.index and tier.level.racing:
                 tier.credit = min(tier.credit + tier.min_share * cost, tier.estimate_max)
 
-    def _newest_of_longest(self, group: _Group) -> Ticket:
-        longest = group.longest
-        if longest is None or group.waiting < group.longest_min or len(longest) > 2 * group.waiting + DEAD_KEPT_MIN:
-            longest = [
-                (-_waiting_per_weight(account), account.age, account)
-                for account in group.tier.accounts.values()
-                if account.group is group and account.has_waiting()
-            ]
-            heapify(longest)
-            group.longest = longest
-            group.longest_min = group.waiting // 2
-        while True:
-            claimed, age, account = longest[0]
-            if not account.has_waiting():
-                heappop(longest)
-            elif claimed != -_waiting_per_weight(account):
-                heapreplace(longest, (-_waiting_per_weight(account), age, account))
-            else:
-                return _newest(account)
+
+def _insert_by_age(tickets: deque[Ticket], ticket: Ticket) -> None:
+    """Before all younger ones. Only tickets that were given back too can be older, so this is at the front."""
+    place = 0
+    while place < len(tickets) and tickets[place].sequence < ticket.sequence:
+        place += 1
+    tickets.insert(place, ticket)
 
 
-def _waiting_per_weight(entity: _Group | _Account) -> float:
-    waiting = entity.waiting if isinstance(entity, _Group) else entity.waiting()
-    return waiting / entity.weight if entity.weight else inf
+def _parts(entity: _Entity, level: _Level) -> float:
+    """How many times an entity's own share a level serves."""
+    active = level.weight if entity.racing else level.weight + entity.weight
+    # Weight 0 is served after all the others; that they will all have gone once is as good a guess as any.
+    return max(1.0, active / entity.weight) if entity.weight else level.racing + 1.0
 
 
-def _newest(account: _Account) -> Ticket:
-    newest: Ticket | None = None
-    for line in account.lines.values():
-        if line.waiting:
-            tickets = line.tickets
-            while tickets[-1].state != WAITING:
-                tickets.pop()
-            if newest is None or tickets[-1].sequence > newest.sequence:
-                newest = tickets[-1]
-    assert newest is not None
-    return newest
+def _shown(entity: _Group | _Account, waiting: int, served: float) -> dict[str, Any]:
+    return {
+        "name": entity.name if isinstance(entity, _Group) else entity.tenant.name,
+        "weight": entity.weight,
+        "waiting": waiting,
+        "in_flight": 0,
+        # None: weight 0, always last.
+        "virtual_time": entity.v if entity.v < inf else None,
+        "served_cost": served,
+    }
 
 
 def _worst_pair(race: _Race) -> float:
-    """The largest (V_i - V_j) / (E_i + O_i + R_j) of a race, by Dinkelbach's iteration: a few passes, not all pairs.
+    """The largest (V_i - V_j) / (E_i + O_i + R_j) of a race, by Dinkelbach's iteration: some passes, not all pairs.
 
-    As first of a pair counts who was last picked or levelled in this lane: one served through another lane may be
-    ahead in this one by all that it got there.
+    First of a pair can be who was last picked or levelled in this lane. One served through another lane may be ahead
+    in this one by all that it got there.
     """
     lines = [entry[2] for entry in race.heap if entry[2].entry is entry and entry[2].entity.v < inf]
     behind = [(line.entity.v + line.lift, line.entity.over_max) for line in lines]
@@ -961,18 +1062,16 @@ def _worst_pair(race: _Race) -> float:
         for line in lines
         if line.entity.race is race or line.entity.race is None
     ]
-    if not ahead:
-        return 0.0
     ratio = 0.0
-    while True:
-        first = max(ahead, key=lambda one: one[0] - ratio * one[1])
-        second = min(behind, key=lambda one: one[0] + ratio * one[1])
+    while ahead:
+        first = max(ahead, key=lambda one, ratio=ratio: one[0] - ratio * one[1])  # type: ignore[misc]
+        second = min(behind, key=lambda one, ratio=ratio: one[0] + ratio * one[1])  # type: ignore[misc]
         bound = first[1] + second[1]
         # What rounding may have done to sums of this size is no debt.
         gap = first[0] - second[0] - 1e-12 * max(1.0, abs(first[0]), abs(second[0]))
-        if gap <= 0.0:
-            return ratio
-        worse = gap / bound if bound else inf
-        if worse <= ratio or worse == inf:
-            return max(worse, ratio)
-        ratio = worse
+        if gap <= ratio * bound:
+            break
+        if not bound:
+            return inf
+        ratio = gap / bound
+    return ratio

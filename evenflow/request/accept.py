@@ -124,10 +124,13 @@ class Front:
         self.local: dict[bytes, LocalRoute] = {}
         self.local_under: dict[bytes, LocalRoute] = {}
         self.connections: set[ClientConnection] = set()
-        # True from the moment the gateway is told to stop.
-        self.draining = False
         self._id_prefix = os.urandom(6).hex().encode("ascii")
         self._ids = itertools.count()
+
+    @property
+    def draining(self) -> bool:
+        """True from the moment the gateway is told to stop."""
+        return self.relay.draining
 
     def next_id(self) -> bytes:
         return b"req-%b-%x" % (self._id_prefix, next(self._ids))
@@ -196,13 +199,13 @@ class Front:
         assert client is not None
         head = call.head
         if head.method == b"OPTIONS":
-            self.settler.end(call, 204, b"ok", None)
+            self.settler.unrecorded(call)
             client.answer(call, 204, b"", b"", PREFLIGHT if head.origin is not None else b"allow: GET, POST\r\n")
             return
         local = self._local(head.path)
         assert local is not None
         answer = local.answer(call)
-        self.settler.end(call, answer.status, b"ok", None)
+        self.settler.unrecorded(call)
         client.answer(call, answer.status, answer.content_type, answer.body, cors=not local.for_operators)
 
 
@@ -294,7 +297,7 @@ class ClientConnection(asyncio.Protocol):
         head = call.head
         if head.origin is not None and cors:
             lines.append(self.cors(head.origin))
-        if not call.keep_alive:
+        if not call.keep_alive or self._front.draining:
             lines.append(b"connection: close\r\n")
         elif not head.http11:
             lines.append(b"connection: keep-alive\r\n")

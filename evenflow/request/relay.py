@@ -70,7 +70,8 @@ class Relay:
         self._budget = RetryBudget()
         self._tls: ssl.SSLContext | None = None
         self._opening: set[asyncio.Task[None]] = set()
-        self.closing = False
+        # The gateway is stopping: answers tell their callers to go elsewhere, connections are not kept.
+        self.draining = False
 
     # -- a lease comes in ----------------------------------------------------------------------------------------
 
@@ -217,7 +218,7 @@ class Relay:
                 b"" if origin is None else client.cors(origin),
             ),
             http11=call.head.http11,
-            keep_alive=call.keep_alive,
+            keep_alive=call.keep_alive and not self.draining,
             rename=None if name is None else (name.encode("utf-8"), request.model.encode("utf-8")),
         )
         if head.content_type.startswith(b"text/event-stream"):
@@ -236,7 +237,7 @@ class Relay:
             self._scheduler.progress(ticket, cost)
 
     async def close(self) -> None:
-        self.closing = True
+        self.draining = True
         for task in list(self._opening):
             task.cancel()
         for worker in self.registry.workers.values():
@@ -320,7 +321,7 @@ class WorkerConnection(asyncio.Protocol):
         """Goes among the idle ones, or closes when there are enough."""
         worker = self.worker
         idle = worker.idle
-        if self._relay.closing or len(idle) >= IDLE_CONNECTIONS_MAX + worker.slots:
+        if self._relay.draining or len(idle) >= IDLE_CONNECTIONS_MAX + worker.slots:
             self.drop()
             return
         self.deadline = now + IDLE_S
@@ -402,7 +403,7 @@ class WorkerConnection(asyncio.Protocol):
         """A plain 200 that came in one read: the general way gives the same bytes, at twice the price."""
         worker, client, relay = self.worker, call.client, self._relay
         assert client is not None
-        if worker.aliases or call.head.origin is not None or not call.keep_alive:
+        if worker.aliases or call.head.origin is not None or not call.keep_alive or relay.draining:
             self._head = head
             self._complete = True
             if self._begin(call, head):
@@ -469,7 +470,7 @@ class WorkerConnection(asyncio.Protocol):
             self._relay.fail(call, answer.broken)
         elif complete:
             self._finish(call, answer)
-        elif self.call is call:
+        elif call.shown:  # until then the limit on the first byte runs on, whatever comments may come
             self._expect_more()
             call.output_tokens = answer.output_tokens
             if answer.output_tokens >= call.charge_at:

@@ -50,6 +50,11 @@ class Settler:
                 extra = b"www-authenticate: Bearer\r\n"
             client.answer(call, fault.status, b"application/json", error_body(fault), extra)
 
+    def unrecorded(self, call: Call) -> None:
+        """Ends a call that the gateway answers itself: a probe every second is no news, and held nothing."""
+        call.ended = True
+        self.live -= 1
+
     def left(self, call: Call) -> None:
         """The client has gone; what was produced until now is charged."""
         call.client = None

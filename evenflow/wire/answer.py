@@ -28,7 +28,7 @@ from evenflow.wire.openai import (
     usage_in_event,
     usage_of,
 )
-from evenflow.wire.sse import EventReader, EventTooLarge, payload, split_events
+from evenflow.wire.sse import EventReader, EventTooLarge, count_events, payload, split_events
 
 # Of a plain answer that comes in many reads, so much is kept to find its usage.
 TAIL_BYTES: Final = 64 * 1024
@@ -95,7 +95,7 @@ class PlainAnswer:
             if self._ok:
                 self.usage = usage_of(body)
                 if rename is not None:
-                    body = rename_answer(body, rename)
+                    body = rename_model(body, *rename)
             return self.head.write(b"content-length: %d\r\n" % len(body)) + body
         if rename is not None and self._ok:  # (2)
             self._keep(body)
@@ -203,7 +203,7 @@ class StreamAnswer:
             ):
                 block = self._look(block)
             else:
-                self.output_tokens += block.count(b"\n\n") or 1
+                self.output_tokens += block.count(b"\n\n") or count_events(block)
                 self._last = block
         if complete:
             self.broken = self._end_fault()
@@ -259,7 +259,7 @@ class StreamAnswer:
         if b'"usage"' in data:
             usage = usage_in_event(data)
             if usage is not None:
-                self.usage = usage if self.usage is None else merged(self.usage, usage)
+                self.usage = usage.joined(self.usage)
                 if is_usage_only(data):
                     return b"" if self._hide_usage else with_choices(event, data)
         self.output_tokens += 1
@@ -282,24 +282,15 @@ class StreamAnswer:
 
     def broken_off(self, fault: Fault) -> bytes:
         """One error event and the end of the body, without `[DONE]`; goes behind what was already sent."""
+        if self.outcome != b"ok":  # the worker's own error event was shown
+            return LAST_CHUNK if self.head.http11 else b""
         event = b"data: %b\n\n" % error_body(fault)
-        if self._reader.held:
-            event = b"\n\n" + event  # cannot run into half an event: halves are never sent; kept for strict readers
         if not self.head.http11:
             return event
         return b"%x\r\n%b\r\n%b" % (len(event), event, LAST_CHUNK)
 
 
 Answer = PlainAnswer | StreamAnswer
-
-
-def merged(old: Usage, new: Usage) -> Usage:
-    """Counts only grow; an event may tell just some of them."""
-    return Usage(
-        max(old.input_tokens, new.input_tokens),
-        max(old.cached_tokens, new.cached_tokens),
-        max(old.output_tokens, new.output_tokens),
-    )
 
 
 def finished(block: bytes) -> bool:
@@ -313,10 +304,6 @@ def with_choices(event: bytes, data: bytes) -> bytes:
     if b'"choices"' in data:
         return event
     return b"data: %b\n\n" % splice(data, {"choices": b"[]"})
-
-
-def rename_answer(body: bytes, rename: tuple[bytes, bytes]) -> bytes:
-    return rename_model(body, *rename)
 
 
 class _ErrorText(msgspec.Struct):

@@ -284,6 +284,10 @@ class AnswerHead:
         self.length = -1
         chunked = False
         lines = [status_line(status)]
+        hops: set[bytes] = set()
+        for name, value in headers:
+            if name.lower() == b"connection":
+                hops |= nominated_hop_headers(value)
         for name, value in headers:
             lower = name.lower()
             if lower in ANSWER_HEADERS_MADE_NEW:
@@ -291,7 +295,7 @@ class AnswerHead:
                     self.length = int(value)
                 elif lower == b"transfer-encoding":
                     chunked = True
-            else:
+            elif lower not in hops:
                 if lower == b"content-type":
                     self.content_type = value.lower()
                 lines.append(b"%b: %b\r\n" % (name, value))

@@ -24,6 +24,8 @@ from evenflow.wire.faults import CallerError
 
 # The largest token id that an engine could know; larger ones are a caller's mistake.
 TOKEN_ID_MAX = 2**32 - 1
+# Largest limit on output tokens: what engines hold in 64 bits.
+LIMIT_MAX = 2**63 - 1
 # A seed must fit in 64 bits, signed or unsigned.
 SEED_MIN = -(2**63)
 SEED_MAX = 2**64 - 1
@@ -376,7 +378,7 @@ def _is_null(raw: Raw) -> bool:
 
 
 def _limit(value: int | None, name: str) -> int | None:
-    if value is not None and value < 0:
+    if value is not None and not 0 <= value <= LIMIT_MAX:
         raise _wrong(name, _shown(value), 0)
     return value
 
