@@ -1,6 +1,6 @@
 """The interpreter's share of a request: the real stages between fake transports, without a kernel in the way.
 
-    python benchmarks/hot_path.py [--seconds 2] [--profile]
+    .venv/bin/python benchmarks/hot_path.py [--seconds 2] [--profile]
 
 Prints microseconds for a whole request (plain answer in one read) and for a relayed chunk of a stream. What the
 kernel and uvloop add is measured by bench.py; this is the part that a change to our own code moves, and it is steady
@@ -128,6 +128,8 @@ async def measure(seconds: float, profile: bool) -> dict[str, float]:
     if profile:
         profiler.enable()
     result = {"request": repeat(one, seconds)}
+    if profile:
+        profiler.disable()
     client.data_received(streamed)
     connection = client.call.connection  # type: ignore[union-attr]
     connection.data_received(STREAM_HEAD + CHUNK)
