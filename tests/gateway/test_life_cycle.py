@@ -369,7 +369,8 @@ def test_bytes_after_an_answer_never_reach_the_next_caller(
 
 def test_a_caller_that_stops_reading_stops_its_worker(engines: EngineMaker, processes: ProcessMaker) -> None:
     event = b"data: " + b"x" * 4000 + b"\n\n"
-    engine = engines(Behaviour(events=(event,) * 20000), send_buffer=65536)  # 80 MB
+    done = b"data: [DONE]\n\n"
+    engine = engines(Behaviour(events=(*(event,) * 20000, done)), send_buffer=65536)  # 80 MB
     gateway = processes(engine, timeouts={"idle_s": 30})
     served_at_once(gateway)
     before = gateway.resident_bytes()
@@ -389,7 +390,7 @@ def test_a_caller_that_stops_reading_stops_its_worker(engines: EngineMaker, proc
         # Others are served meanwhile, and the reader gets everything once it reads.
         engine.behaviour = Behaviour()
         served_at_once(gateway)
-        assert sum(len(piece) for piece in client.pieces(answer)) == 20000 * len(event)
+        assert sum(len(piece) for piece in client.pieces(answer)) == 20000 * len(event) + len(done)
         assert answer.complete
 
 

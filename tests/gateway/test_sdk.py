@@ -100,13 +100,13 @@ def test_errors_are_the_right_exceptions(engine: MockEngine, gateway: GatewayThr
     with pytest.raises(openai.BadRequestError) as bad:
         ask(sdk, n=0)
     assert bad.value.param == "n"
+    engine.named["busy"] = Behaviour(status=429, headers=(("retry-after", "1"),))
+    with pytest.raises(openai.RateLimitError):
+        ask(sdk, "<<busy>>")
     engine.named["gone"] = Behaviour(close_at_once=True)
     with pytest.raises(openai.InternalServerError) as gone:
         ask(sdk, "<<gone>>")
     assert gone.value.status_code == 502
-    engine.named["busy"] = Behaviour(status=429, headers=(("retry-after", "1"),))
-    with pytest.raises(openai.RateLimitError):
-        ask(sdk, "<<busy>>")
 
 
 def test_a_full_queue_is_a_rate_limit_and_is_retried(engine: MockEngine, gateway: GatewayThread) -> None:

@@ -146,7 +146,6 @@ def run_storm(gateways: GatewayMaker, engines: list[MockEngine], calls: int, tog
     gateway.wait_at_rest(5)
     settle(gateway, engines)
     assert all(engine.running == 0 and engine.sequences == 0 for engine in engines)
-    assert max(engine.sequences_max for engine in engines) <= 8
     wait_until(lambda: descriptors() <= before + 4, 10, f"{descriptors()} descriptors, {before} before")
     counters = gateway.counters()
     assert {name: counters[name] for name in AT_REST if counters[name]} == {}
@@ -168,22 +167,14 @@ def settle(gateway: GatewayThread, engines: list[MockEngine]) -> None:
     wait_until(lambda: open_worker_ends(gateway, engines) <= 2 * len(engines), 5, "idle connections closed")
 
 
-@pytest.mark.timeout(60)
-def test_two_thousand_requests_ended_in_every_way(engines: EngineMaker, gateways: GatewayMaker) -> None:
-    fleet = [engines() for _ in range(3)]
-    seen = run_storm(gateways, fleet, 2000)
-    assert seen["left"] > 100, seen
-    assert seen["200"] > 100, seen
-    for status in ("400", "401", "404", "413", "429", "500", "502", "503", "504"):
-        assert seen[status], (status, seen)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(90)
 def test_ten_thousand_requests_ended_in_every_way(engines: EngineMaker, gateways: GatewayMaker) -> None:
-    fleet = [engines() for _ in range(3)]
-    seen = run_storm(gateways, fleet, 10_000)
+    seen = run_storm(gateways, [engines() for _ in range(3)], 10_000)
+    print(seen)
     assert seen["left"] > 500, seen
+    assert seen["200"] > 500, seen
+    for status in ("400", "401", "404", "413", "429", "500", "502", "503", "504"):
+        assert seen[status] > 10, (status, seen)
 
 
 @pytest.mark.timeout(60)
