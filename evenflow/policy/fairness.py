@@ -97,7 +97,7 @@ class Ticket:
     sequence: int
 
     def __init__(
-        self, tenant: Tenant, tier: int, lane: Hashable, slots: int, estimate: float, call: Any = None
+        self, tenant: Tenant, tier: int, lane: Any, slots: int, estimate: float, call: Any = None
     ) -> None:
         self.tenant = tenant
         self.tier = tier
@@ -487,10 +487,7 @@ class _Account(_Entity):
         return line
 
     def has_waiting(self) -> bool:
-        for line in self.lines.values():
-            if line.waiting:
-                return True
-        return False
+        return any(line.waiting for line in self.lines.values())
 
     def waiting(self) -> int:
         return sum(line.waiting for line in self.lines.values())
@@ -1069,9 +1066,8 @@ def _worst_pair(race: _Race) -> float:
         bound = first[1] + second[1]
         # What rounding may have done to sums of this size is no debt.
         gap = first[0] - second[0] - 1e-12 * max(1.0, abs(first[0]), abs(second[0]))
-        if gap <= ratio * bound:
-            break
-        if not bound:
-            return inf
-        ratio = gap / bound
-    return ratio
+        worse = gap / bound if bound else (inf if gap > 0.0 else 0.0)
+        if worse <= ratio or worse == inf:
+            return max(ratio, worse)
+        ratio = worse
+    return 0.0
