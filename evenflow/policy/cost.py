@@ -46,7 +46,7 @@ class CostModel:
             average = self._average
             output = average.get((tenant, model)) or average.get(model) or OUTPUT_TOKENS_UNSEEN
             if max_tokens is not None and max_tokens < output:
-                output = max_tokens
+                output = float(max_tokens)
             cost += self.output_weight * output * sequences
         return cost if cost > 1.0 else 1.0
 

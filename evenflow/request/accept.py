@@ -240,7 +240,7 @@ class ClientConnection(asyncio.Protocol):
     def __init__(self, front: Front) -> None:
         self._front = front
         self._transport: asyncio.Transport | None = None
-        self._parser = httptools.HttpRequestParser(self)
+        self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
         self._call: Call | None = None
         self.call: Call | None = None
         self._next: list[Call] = []
@@ -387,7 +387,7 @@ class ClientConnection(asyncio.Protocol):
         self._next.clear()
         self._call = None
         self._pieces.clear()
-        del self._parser  # it refers back to us, and nothing should wait for the garbage collector
+        self._parser = None  # it refers back to us, and nothing should wait for the garbage collector
 
     def eof_received(self) -> bool:
         return False  # closes the transport: half a connection is a client that leaves
@@ -442,6 +442,7 @@ class ClientConnection(asyncio.Protocol):
                 self._head_too_large()
                 self._refuse_bytes()
                 return
+        assert self._parser is not None
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -488,6 +489,7 @@ class ClientConnection(asyncio.Protocol):
             self._body_began_s = now
             self.deadline = now + front.timeouts.body_s
         parser = self._parser
+        assert parser is not None
         version = parser.get_http_version()
         url = self._url if self._url.startswith(b"/") else origin_form(self._url)
         path, mark, query = url.partition(b"?")

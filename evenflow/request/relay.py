@@ -275,7 +275,7 @@ class WorkerConnection(asyncio.Protocol):
         self._relay = relay
         self.worker = worker
         self._transport: asyncio.Transport | None = None
-        self._parser = httptools.HttpResponseParser(self)
+        self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
         self._memo: HeadMemo | None = None
         self._memo_head: AnswerHead
         self.call: Call | None = None
@@ -380,6 +380,7 @@ class WorkerConnection(asyncio.Protocol):
                     return
             self._head_bytes += len(data)
             self._first_read = data if self._head_bytes == len(data) else b""
+        assert self._parser is not None
         try:  # (2)
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -517,7 +518,7 @@ class WorkerConnection(asyncio.Protocol):
         else:
             self._broken("closed the connection in the middle of an answer")
         self._transport = None
-        del self._parser  # it refers back to us, and nothing should wait for the garbage collector
+        self._parser = None  # it refers back to us, and nothing should wait for the garbage collector
 
     def on_deadline(self, now: float) -> None:
         call = self.call
@@ -555,12 +556,14 @@ class WorkerConnection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         if self._complete:
             return
-        status = self._parser.get_status_code()
+        parser = self._parser
+        assert parser is not None
+        status = parser.get_status_code()
         headers, self._headers = self._headers, []
         if status < 200:  # an interim answer; the real one follows
             self._first_read = b""
             return
-        self._head = head = AnswerHead(status, headers, keep_alive=self._parser.should_keep_alive())
+        self._head = head = AnswerHead(status, headers, keep_alive=parser.should_keep_alive())
         data, self._first_read = self._first_read, b""
         self._memo = None
         if head.keep_alive and head.length > 0 and status == 200:
