@@ -62,10 +62,10 @@ class Prober:
             turn += 1
             asked.set()
             if worker.live:
-                try:
-                    await asyncio.wait_for(wake.wait(), self._interval_s)
-                except TimeoutError:
-                    continue
+                # Not wait_for: on Python 3.11 it loses a cancellation that comes together with the event.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._interval_s):
+                        await wake.wait()
             else:
                 await asyncio.sleep(min(INTERVAL_DOWN_S, self._interval_s))
 

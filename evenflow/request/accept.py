@@ -52,6 +52,9 @@ LINGER_S = 2.0
 WRITE_BUFFER_BYTES = 64 * 1024
 
 
+NO_HEADERS: list[tuple[bytes, bytes]] = []
+
+
 class Phase(IntEnum):
     """What the connection's deadline stands for."""
 
@@ -225,7 +228,8 @@ class ClientConnection(asyncio.Protocol):
         "_memo_route",
         "_memo_tenant",
         "_next",  # whole requests that wait for the running one
-        "_parser",
+        "_parser",  # None while it has nothing to remember
+        "_parsing",  # a request has begun in the parser, and not ended
         "_paused",  # too much is pipelined to read on
         "_phase",
         "_pieces",
@@ -240,7 +244,8 @@ class ClientConnection(asyncio.Protocol):
     def __init__(self, front: Front) -> None:
         self._front = front
         self._transport: asyncio.Transport | None = None
-        self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
+        self._parser: httptools.HttpRequestParser | None = None
+        self._parsing = False
         self._call: Call | None = None
         self.call: Call | None = None
         self._next: list[Call] = []
@@ -250,7 +255,7 @@ class ClientConnection(asyncio.Protocol):
         self._memo_tenant: Member | None = None
         self._first_read = b""
         self._url = b""
-        self._headers: list[tuple[bytes, bytes]] = []
+        self._headers = NO_HEADERS
         self._pieces: list[bytes] = []
         self._head_bytes = 0
         self._body_bytes = 0
@@ -442,15 +447,21 @@ class ClientConnection(asyncio.Protocol):
                 self._head_too_large()
                 self._refuse_bytes()
                 return
-        assert self._parser is not None
+        parser = self._parser
+        if parser is None:
+            parser = self._parser = httptools.HttpRequestParser(self)
         try:
-            self._parser.feed_data(data)
+            parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             self._go_on_without_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError as error:
             if self.call is None or self.call.keep_alive:  # behind the last request of a connection all is noise
                 self._unparsable = CallerError(f"The bytes received are not a request in HTTP/1.1: {error}.")
         self._first_read = b""
+        if not self._parsing:
+            # Nothing is under way in the parser: a stream may now run for minutes, and a kilobyte is a kilobyte.
+            self._parser = None
+            self._headers = NO_HEADERS
         if self._phase is Phase.HEAD:
             self._head_bytes += len(data)
             if self._head_bytes > front.header_bytes_max:
@@ -469,6 +480,7 @@ class ClientConnection(asyncio.Protocol):
     # -- httptools -----------------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
+        self._parsing = True
         self._url = b""
         self._headers = []
 
@@ -539,6 +551,7 @@ class ClientConnection(asyncio.Protocol):
         self._pieces.append(body)
 
     def on_message_complete(self) -> None:
+        self._parsing = False
         call, self._call = self._call, None
         if call is None:
             return
@@ -593,22 +606,20 @@ class ClientConnection(asyncio.Protocol):
 
     def _go_on_without_upgrade(self, rest: bytes) -> None:
         """A client offered to speak another protocol, which we decline by going on in this one."""
-        call = self._next.pop() if self._next else None
-        if call is None:
+        if not self._next:
             return
+        parser = self._parser = httptools.HttpRequestParser(self)
         if not any(name.lower() in (b"content-length", b"transfer-encoding") for name, _ in self._headers):
-            self._next.append(call)
-            self._parser = httptools.HttpRequestParser(self)
             if rest:
-                self._parser.feed_data(rest)
+                parser.feed_data(rest)
             return
+        call = self._next.pop()
         # The body is still to come: parse the head again, without the offer.
         lines = [b"%b %b HTTP/1.1\r\n" % (call.head.method, self._url)]
         for name, value in self._headers:
             if name.lower() not in (b"upgrade", b"connection", b"http2-settings"):
                 lines.append(b"%b: %b\r\n" % (name, value))
-        self._parser = httptools.HttpRequestParser(self)
-        self._parser.feed_data(b"".join((*lines, b"\r\n", rest)))
+        parser.feed_data(b"".join((*lines, b"\r\n", rest)))
 
     def _close(self) -> None:
         """Closes so that the client can still read what was written."""

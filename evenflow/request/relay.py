@@ -443,6 +443,8 @@ class WorkerConnection(asyncio.Protocol):
                 relay.fail(call, fault)
                 return False
         self.answer = relay.new_answer(call, self.worker, head)
+        if self._memo is None:
+            head.start = b""  # nobody will look at it again
         return True
 
     def _go_on(self, call: Call, body: bytes) -> None:

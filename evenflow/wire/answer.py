@@ -226,6 +226,7 @@ class StreamAnswer:
             else:
                 self.head.keep_alive = False
                 head = self.head.write(b"")
+            self.head.start = b""  # a stream may run for minutes
         else:
             head = b""
         if not self.head.http11:
