@@ -366,6 +366,11 @@ class TimeoutSettings(_Group):
     keep_alive_s: Seconds = Field(
         default=75.0, description="Seconds that an unused connection of a caller stays open."
     )
+    comment_s: Seconds | None = Field(
+        default=15.0,
+        description="Seconds of silence after which a stream that waits is sent a comment line, so that no proxy on "
+        "the way takes it for dead; null for callers that cannot bear comments.",
+    )
 
 
 class FleetSettings(_Group):

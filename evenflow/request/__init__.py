@@ -65,6 +65,7 @@ class Call:
         "head",  # accept
         "keep_alive",  # the client's connection stays open after the answer
         "lease",  # place
+        "opened",  # accept: a stream's head was written to keep it alive, before its worker had answered
         "output_tokens",  # relay: counted by events while a stream runs
         "request",  # decode
         "request_id",
@@ -103,6 +104,7 @@ class Call:
         self.connection: WorkerConnection | None = None
         self.shown = False
         self.first_byte_s = 0.0
+        self.opened = False
         self.output_tokens = 0
         self.charge_at = 0
         self.usage: Usage | None = None

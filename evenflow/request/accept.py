@@ -48,6 +48,8 @@ PIPELINED_MAX = 32
 BODY_RATE_MIN = 16 * 1024
 # How long a connection that is to be closed is still read, so that its client can read our last answer.
 LINGER_S = 2.0
+# A line of a stream that says nothing: clients skip it, proxies see that somebody lives.
+COMMENT = b": waiting\n\n"
 # Bytes of answers that may wait for a client before its worker is read no further.
 WRITE_BUFFER_BYTES = 64 * 1024
 
@@ -228,6 +230,7 @@ class ClientConnection(asyncio.Protocol):
         "_memo_route",
         "_memo_tenant",
         "_next",  # whole requests that wait for the running one
+        "_queue_until",  # when the running call has waited long enough for its turn
         "_parser",  # None while it has nothing to remember
         "_parsing",  # a request has begun in the parser, and not ended
         "_paused",  # too much is pipelined to read on
@@ -263,6 +266,7 @@ class ClientConnection(asyncio.Protocol):
         self._unparsable: CallerError | None = None
         self._paused = False
         self._phase = Phase.IDLE
+        self._queue_until = inf
         self.deadline = inf
         self.wheel_at = inf
 
@@ -279,11 +283,45 @@ class ClientConnection(asyncio.Protocol):
         """The call waits for its turn; None for one that had its turn before and is waiting for another worker."""
         if limit_s is None:
             limit_s = self._front.enqueuer.queue_timeout_s
-        self._await(Phase.QUEUED, monotonic() + limit_s)
+        now = monotonic()
+        self._queue_until = until = now + limit_s
+        comment_s = self._front.timeouts.comment_s
+        if comment_s is not None and comment_s < limit_s and self._streams():
+            until = now + comment_s
+        self._await(Phase.QUEUED, until)
 
-    def wait_no_more(self) -> None:
+    def wait_for_worker(self, call: Call) -> None:
+        """The call's turn has come: its worker's time limits hold now, and a stream is kept alive until it speaks."""
         self._phase = Phase.RUNNING
-        self.deadline = inf
+        comment_s = self._front.timeouts.comment_s
+        if comment_s is not None and call.request is not None and call.request.stream:
+            self._await(Phase.RUNNING, self._front.wheel.now + comment_s)
+        else:
+            self.deadline = inf
+
+    def _streams(self) -> bool:
+        call = self.call
+        return call is not None and call.request is not None and call.request.stream
+
+    def _comment(self, call: Call) -> None:
+        """Keeps a waiting stream alive. It has begun from here on: what may go wrong is told by an event."""
+        data = COMMENT if not call.head.http11 else b"%x\r\n%b\r\n" % (len(COMMENT), COMMENT)
+        if not call.opened:
+            call.opened = True
+            call.keep_alive = call.keep_alive and call.head.http11
+            lines = [
+                status_line(200),
+                b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n",
+                b"x-request-id: %b\r\n" % call.request_id,
+            ]
+            if call.head.origin is not None:
+                lines.append(self.cors(call.head.origin))
+            if call.head.http11:
+                lines.append(b"transfer-encoding: chunked\r\n")
+            if not call.keep_alive:
+                lines.append(b"connection: close\r\n")
+            data = b"".join((*lines, b"\r\n", data))
+        self.write(data)
 
     def answer(
         self,
@@ -634,8 +672,18 @@ class ClientConnection(asyncio.Protocol):
 
     def on_deadline(self, now: float) -> None:
         phase, front = self._phase, self._front
-        if phase is Phase.QUEUED and self.call is not None:
-            front.settler.refuse(self.call, front.enqueuer.timed_out(self.call))
+        call = self.call
+        if phase is Phase.QUEUED and call is not None:
+            if now >= self._queue_until:
+                front.settler.refuse(call, front.enqueuer.timed_out(call))
+            else:
+                self._comment(call)
+                comment_s = front.timeouts.comment_s or inf
+                self._await(Phase.QUEUED, min(self._queue_until, now + comment_s))
+        elif phase is Phase.RUNNING and call is not None:
+            if not call.shown:
+                self._comment(call)
+                self._await(Phase.RUNNING, now + (front.timeouts.comment_s or inf))
         elif phase is Phase.BODY:
             allowed = self._body_began_s + front.timeouts.body_s + self._body_bytes / BODY_RATE_MIN
             if now < allowed:

@@ -29,7 +29,7 @@ from evenflow.request import Call, Lease
 from evenflow.request.place import Scheduler
 from evenflow.request.settle import Settler
 from evenflow.timers import Wheel
-from evenflow.wire.answer import Answer, Head, PlainAnswer, StreamAnswer, verdict
+from evenflow.wire.answer import Answer, Head, LateAnswer, PlainAnswer, StreamAnswer, verdict
 from evenflow.wire.faults import Fault, WorkerError
 from evenflow.wire.http import AnswerHead, HeadMemo, memo_of
 from evenflow.wire.openai import splice, usage_of
@@ -82,7 +82,7 @@ class Relay:
             self._budget.deposit()
         call.attempts += 1
         if call.client is not None:
-            call.client.wait_no_more()
+            call.client.wait_for_worker(call)
         idle = lease.worker.idle
         while idle:
             connection = idle.pop()
@@ -223,8 +223,13 @@ class Relay:
         )
         if head.content_type.startswith(b"text/event-stream"):
             return StreamAnswer(
-                answer_head, hide_usage=not request.include_usage, ends_with_done=route.usage_option
+                answer_head,
+                hide_usage=not request.include_usage,
+                ends_with_done=route.usage_option,
+                opened=call.opened,
             )
+        if call.opened:
+            return LateAnswer(head.status)
         return PlainAnswer(answer_head, head.length, ok=head.status < 400)
 
     def charge(self, call: Call) -> None:
@@ -404,7 +409,7 @@ class WorkerConnection(asyncio.Protocol):
         """A plain 200 that came in one read: the general way gives the same bytes, at twice the price."""
         worker, client, relay = self.worker, call.client, self._relay
         assert client is not None
-        if worker.aliases or call.head.origin is not None or not call.keep_alive or relay.draining:
+        if worker.aliases or call.head.origin is not None or not call.keep_alive or call.opened or relay.draining:
             self._head = head
             self._complete = True
             if self._begin(call, head):
@@ -465,7 +470,7 @@ class WorkerConnection(asyncio.Protocol):
                 call.shown = True
                 call.first_byte_s = monotonic()
                 call.body = b""  # no retry from here on
-                if not call.head.http11:
+                if not call.head.http11 and not isinstance(answer, LateAnswer):
                     call.keep_alive = answer.head.keep_alive
             client.write(out)
         if answer.broken is not None:

@@ -13,6 +13,7 @@ from evenflow.observe.metrics import OTHER, Metrics
 from evenflow.policy.cost import BYTES_PER_TOKEN, CostModel
 from evenflow.request import Call
 from evenflow.request.place import Scheduler
+from evenflow.wire.answer import last_event
 from evenflow.wire.faults import Fault, error_body, retry_after_value
 from evenflow.wire.openai import Usage
 
@@ -40,7 +41,9 @@ class Settler:
         """Tells the caller why there is no answer, and ends the call."""
         client = call.client
         self.end(call, fault.status, b"refused" if fault.status < 500 or call.lease is None else b"failed", fault)
-        if client is not None:
+        if client is not None and call.opened:
+            client.break_off(call, last_event(fault, http11=call.head.http11))
+        elif client is not None:
             extra = b""
             if fault.retry_after_s is not None:
                 extra = b"retry-after: %s\r\n" % retry_after_value(fault.retry_after_s)

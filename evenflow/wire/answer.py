@@ -34,6 +34,8 @@ from evenflow.wire.sse import EventReader, EventTooLarge, count_events, payload,
 TAIL_BYTES: Final = 64 * 1024
 # A plain answer in which a name must be changed is held whole; one longer than this is refused.
 HELD_BYTES_MAX: Final = 64 * 1024 * 1024
+# Pieces of an error's body that are kept for its message.
+LATE_PIECES_MAX: Final = 16
 
 
 class Head:
@@ -166,7 +168,7 @@ class StreamAnswer:
         "usage",
     )
 
-    def __init__(self, head: Head, *, hide_usage: bool, ends_with_done: bool) -> None:
+    def __init__(self, head: Head, *, hide_usage: bool, ends_with_done: bool, opened: bool = False) -> None:
         self.head = head
         self._hide_usage = hide_usage
         # True for the routes whose streams end with `[DONE]`.
@@ -175,7 +177,8 @@ class StreamAnswer:
         # An event with content has come.
         self._begun = False
         self._held = b""
-        self._sent = False
+        # The gateway has already begun the stream, to keep it alive.
+        self._sent = opened
         self._done = False
         self._last = b""
         # Set when the stream turned out to have been cut; what `take` returned is still to be written.
@@ -282,16 +285,47 @@ class StreamAnswer:
         return None
 
     def broken_off(self, fault: Fault) -> bytes:
-        """One error event and the end of the body, without `[DONE]`; goes behind what was already sent."""
+        """What tells the caller, behind what was already sent."""
         if self.outcome != b"ok":  # the worker's own error event was shown
             return LAST_CHUNK if self.head.http11 else b""
-        event = b"data: %b\n\n" % error_body(fault)
-        if not self.head.http11:
-            return event
-        return b"%x\r\n%b\r\n%b" % (len(event), event, LAST_CHUNK)
+        return last_event(fault, http11=self.head.http11)
 
 
-Answer = PlainAnswer | StreamAnswer
+class LateAnswer:
+    """A plain body for a stream that was begun to keep it alive: an error, told by an event since no status can."""
+
+    __slots__ = ("_pieces", "_status", "broken", "outcome", "output_tokens", "usage")
+
+    def __init__(self, status: int) -> None:
+        self._status = status
+        self._pieces: list[bytes] = []
+        self.broken: WorkerError | None = None
+        self.outcome = b"error"
+        self.output_tokens = 0
+        self.usage: Usage | None = None
+
+    def take(self, body: bytes, complete: bool) -> bytes:
+        """Holds the body (of which only the message is of use) until it is whole, then raises what it says."""
+        if len(self._pieces) < LATE_PIECES_MAX:
+            self._pieces.append(body)
+        if not complete:
+            return b""
+        error = error_in_event(b"".join(self._pieces))
+        if error is None:
+            raise WorkerError("The worker answered a stream with something else. Try again.")
+        raise fault_of_event(self._status, error[1])
+
+    def broken_off(self, fault: Fault) -> bytes | None:
+        return None
+
+
+Answer = PlainAnswer | StreamAnswer | LateAnswer
+
+
+def last_event(fault: Fault, *, http11: bool) -> bytes:
+    """One error event and the end of the body, without `[DONE]`."""
+    event = b"data: %b\n\n" % error_body(fault)
+    return b"%x\r\n%b\r\n%b" % (len(event), event, LAST_CHUNK) if http11 else event
 
 
 def finished(block: bytes) -> bool:
