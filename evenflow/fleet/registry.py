@@ -187,11 +187,18 @@ class Registry:
         self._suspect(worker, reason)
 
     def failed(self, worker: Worker, reason: str) -> None:
-        """A request that had reached the worker failed there: a 5xx, a time-out, an answer cut short."""
+        """A request that had reached the worker failed there: a 5xx, a time-out, an answer cut short.
+
+        The last live worker of a lane stays in use whatever requests say: without it there would be no answer at
+        all, and a probe tells soon enough whether it is gone.
+        """
         worker.errors += 1
         worker.failures += 1
         if worker.failures >= FAILURES_MAX:
-            self._suspect(worker, reason)
+            if all(lane.live > 1 for lane in self._lanes_of(worker)):
+                self._suspect(worker, reason)
+            elif worker.wake_probe is not None:
+                worker.wake_probe()
 
     def drain(self, worker: Worker) -> None:
         self._move(worker, State.DRAINING, "drained by its operator")
@@ -207,13 +214,15 @@ class Registry:
         was_live, worker.live = worker.live, state is State.READY
         log.info("worker %s: %s -> %s%s", worker.name, worker.state, state, f" ({reason})" if reason else "")
         worker.state, worker.reason = state, reason
-        for lane in set(self.lanes.values()):
-            if worker in lane.workers:
-                lane.live += worker.live - was_live
+        for lane in self._lanes_of(worker):
+            lane.live += worker.live - was_live
         if worker.live and not was_live:
             self.on_live(worker)
         elif was_live and not worker.live:
             self.on_lost(worker)
+
+    def _lanes_of(self, worker: Worker) -> list[Lane]:
+        return [lane for lane in set(self.lanes.values()) if worker in lane.workers]
 
     def _rebuild(self) -> None:
         by_model: dict[str, list[Worker]] = {}
