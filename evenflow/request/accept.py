@@ -361,7 +361,10 @@ class ClientConnection(asyncio.Protocol):
         if not call.keep_alive or self._front.draining:
             self._close()
             return
-        if self._call is None:
+        if self._parsing:
+            # More came behind the request, so what comes next is no beginning: only the parser may read it.
+            self._await_rest()
+        else:
             self._await(Phase.IDLE, self._front.wheel.now + self._front.timeouts.keep_alive_s)
         if self._paused:
             self._paused = False
@@ -455,10 +458,10 @@ class ClientConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """1. The same head as before and its whole body: taken as it is.  2. All else goes through the parser."""
         memo = self._memo
+        front = self._front
         if memo is not None and self._phase is Phase.IDLE:  # (1)
             body_at = memo.match(data)
-            if body_at:
-                front = self._front
+            if body_at and len(data) - body_at <= front.body_bytes_max:
                 head = self._memo_head
                 call = Call(self, head, self._memo_route, self._memo_tenant, head.request_id or front.next_id())
                 call.body = data[body_at:]
@@ -616,6 +619,15 @@ class ClientConnection(asyncio.Protocol):
         self.deadline = deadline
         if self.wheel_at > deadline:
             self._front.wheel.arm(self)
+
+    def _await_rest(self) -> None:
+        """A request is half read: its own limits hold from now on, since until now another one was running."""
+        timeouts, now = self._front.timeouts, monotonic()
+        if self._call is None:
+            self._await(Phase.HEAD, now + timeouts.header_s)
+        else:
+            self._body_began_s = now
+            self._await(Phase.BODY, now + timeouts.body_s)
 
     def _head_too_large(self) -> None:
         self._unparsable = CallerError(

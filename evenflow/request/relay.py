@@ -41,6 +41,7 @@ IDLE_CONNECTIONS_MAX = 64
 # An idle connection older than this is not trusted: engines on uvicorn close theirs after 5 s.
 IDLE_S = 4.0
 ANSWER_HEAD_BYTES_MAX = 256 * 1024
+EVENT_STREAM = b"text/event-stream"
 # Output tokens between two charges of a running stream.
 CHARGE_STEP = 16
 
@@ -221,7 +222,7 @@ class Relay:
             keep_alive=call.keep_alive and not self.draining,
             rename=None if name is None else (name.encode("utf-8"), request.model.encode("utf-8")),
         )
-        if head.content_type.startswith(b"text/event-stream"):
+        if head.content_type.startswith(EVENT_STREAM):
             return StreamAnswer(
                 answer_head,
                 hide_usage=not request.include_usage,
@@ -409,7 +410,15 @@ class WorkerConnection(asyncio.Protocol):
         """A plain 200 that came in one read: the general way gives the same bytes, at twice the price."""
         worker, client, relay = self.worker, call.client, self._relay
         assert client is not None
-        if worker.aliases or call.head.origin is not None or not call.keep_alive or call.opened or relay.draining:
+        asked = call.head
+        if (
+            not body
+            or worker.aliases
+            or asked.origin is not None
+            or not (asked.http11 and call.keep_alive)
+            or call.opened
+            or relay.draining
+        ):
             self._head = head
             self._complete = True
             if self._begin(call, head):
@@ -573,7 +582,7 @@ class WorkerConnection(asyncio.Protocol):
         self._head = head = AnswerHead(status, headers, keep_alive=parser.should_keep_alive())
         data, self._first_read = self._first_read, b""
         self._memo = None
-        if head.keep_alive and head.length > 0 and status == 200:
+        if head.keep_alive and head.length > 0 and status == 200 and not head.content_type.startswith(EVENT_STREAM):
             end = data.find(b"\r\n\r\n") + 4
             if end > 4:
                 self._memo, self._memo_head = memo_of(data, end), head
