@@ -1,4 +1,8 @@
-"""Evenflow with everything on: a tenant's key, limits, time limits, usage, metrics, ids, an access log."""
+"""Evenflow with everything on: a tenant's key, limits, time limits, usage, metrics, ids, an access log.
+
+`evenflow` is the package as `pip install` makes it, with the request path compiled (`make bench` installs it into
+`.venv-fast`); `evenflow-pure` is the checkout as it lies here, which an editable install runs.
+"""
 
 import functools
 import subprocess
@@ -26,7 +30,13 @@ SLOTS = 2000
 LIMITS = "{concurrency: 8000, queued: 8000, requests_per_minute: 100000000, tokens_per_minute: 100000000000}"
 
 
-def prepare(site: Site, *, placement: str) -> Start:
+COMPILED = ROOT / ".venv-fast" / "bin" / "python"
+
+
+def prepare(site: Site, *, placement: str, pure: bool = False) -> Start:
+    python = sys.executable if pure else str(COMPILED)
+    if not pure and not COMPILED.exists():
+        raise NotMeasured("the compiled package is not installed; run `make bench`, which installs it")
     workers = "\n".join(f'  - {{url: "{url}", models: [mock], slots: {SLOTS}}}' for url in site.worker_urls)
     path = site.directory / "evenflow.yaml"
     path.write_text(
@@ -39,11 +49,12 @@ def prepare(site: Site, *, placement: str) -> Start:
             access_log=site.directory / "access.log",
         )
     )
-    return Start((sys.executable, "-m", "evenflow", "serve", "--config", str(path)), _version())
+    # -P: the package that is installed, not the one that lies in the current folder.
+    return Start((python, "-P", "-m", "evenflow", "serve", "--config", str(path)), _version(python))
 
 
-def _version() -> str:
-    command = [sys.executable, "-c", "import evenflow; print(evenflow.__version__)"]
+def _version(python: str) -> str:
+    command = [python, "-P", "-c", "import evenflow; print(evenflow.__version__)"]
     outcome = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     if outcome.returncode != 0:
         raise NotMeasured(f"cannot be imported here: {outcome.stderr.strip().splitlines()[-1]}")
@@ -52,6 +63,11 @@ def _version() -> str:
 
 PEERS = (
     Peer("evenflow", "everything on, least-work placement", functools.partial(prepare, placement="least_work")),
+    Peer(
+        "evenflow-pure",
+        "the same, not compiled",
+        functools.partial(prepare, placement="least_work", pure=True),
+    ),
     Peer(
         "evenflow-round-robin",
         "everything on, round robin",

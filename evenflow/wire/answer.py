@@ -14,13 +14,12 @@ Never touches a socket, never reads a clock.
 
 from typing import Final
 
-import msgspec
-
 from evenflow.wire.faults import CallerError, Fault, OverloadError, WorkerError, error_body
 from evenflow.wire.http import LAST_CHUNK
 from evenflow.wire.openai import (
     Usage,
     error_in_event,
+    error_message,
     has_content,
     is_usage_only,
     rename_model,
@@ -341,18 +340,9 @@ def with_choices(event: bytes, data: bytes) -> bytes:
     return b"data: %b\n\n" % splice(data, {"choices": b"[]"})
 
 
-class _ErrorText(msgspec.Struct):
-    message: str | None = None
-    type: str | None = None
-
-
 def fault_of_event(code: int | None, raw: bytes) -> Fault:
     """The HTTP error that an error event stands for, by the code it carries."""
-    try:
-        text = msgspec.json.decode(raw, type=_ErrorText).message
-    except msgspec.MsgspecError:
-        text = None
-    message = text or "The worker reported an error in place of an answer. Try again."
+    message = error_message(raw) or "The worker reported an error in place of an answer. Try again."
     if code == 429:
         return OverloadError(message, status=429, code="rate_limit_exceeded", retry_after_s=1.0)
     if code is not None and 400 <= code < 500:

@@ -905,6 +905,18 @@ _Nothing = Literal[""] | None
 _NoItems = Annotated[list[_Object], Meta(max_length=0)] | None
 
 
+class _ErrorText(Struct, gc=False):
+    message: str | None = None
+
+
+def error_message(error: bytes) -> str | None:
+    """The `message` of an error object; None when it has none that is text."""
+    try:
+        return msgspec.json.decode(error, type=_ErrorText).message
+    except _UNREADABLE:
+        return None
+
+
 class _EmptyDelta(Struct, gc=False, forbid_unknown_fields=True):
     """A delta that says nothing but who speaks."""
 
