@@ -815,8 +815,9 @@ class FairQueue:
         account.correct_down(charged)
         if ticket.sequence < group.age:
             group.age = ticket.sequence
-        for older in (line, line.upper):
-            if older is not None and older.entry is not None and ticket.sequence < older.entry[1]:
+        # Its tenant is older again in this lane, its group in every one.
+        for older in (line, *group.lines.values()):
+            if older.entry is not None and ticket.sequence < older.entry[1]:
                 older.race.push(older.entity.v + older.lift, ticket.sequence, older)
 
     # -- while it runs ---------------------------------------------------------------------------------------
@@ -855,11 +856,10 @@ class FairQueue:
         account.in_flight -= 1
         if tenant.concurrency is not None and tenant.queued:
             self.resume(tenant)
-        if not account.in_flight and not account.racing:
-            if not account.parked:
-                account.park()
-            elif len(group.idle) > IDLE_KEPT_MAX:
-                group.forget_idle()
+        if not account.in_flight and not account.racing and not account.parked:
+            account.park()
+        elif len(group.idle) > IDLE_KEPT_MAX:
+            group.forget_idle()
 
     def resume(self, tenant: Tenant) -> None:
         """The tenant went under its concurrency, here or in another queue: its tickets compete again.

@@ -118,7 +118,7 @@ class Enqueuer:
         refused = limits.reserve(monotonic(), tokens)
         if refused is not None:
             raise OverloadError(
-                f"You have used up your {refused.which} at this gateway. Try again when Retry-After says.",
+                f"You have used up your {refused.which} per minute at this gateway. Try again when Retry-After says.",
                 status=429,
                 code="rate_limit_exceeded",
                 retry_after_s=refused.retry_after_s,
