@@ -264,14 +264,16 @@ class StreamAnswer:
             if usage is not None:
                 self.usage = usage.joined(self.usage)
                 if is_usage_only(data):
-                    return b"" if self._hide_usage else with_choices(event, data)
+                    return b"" if self._hide_usage else self._named(with_choices(event, data))
         self.output_tokens += 1
         self._last = event
         if not self._begun and has_content(data):
             self._begun = True
-        if self.head.rename is not None:
-            event = rename_model(event, *self.head.rename)
-        return event
+        return self._named(event)
+
+    def _named(self, event: bytes) -> bytes:
+        rename = self.head.rename
+        return event if rename is None else rename_model(event, *rename)
 
     def _end_fault(self) -> WorkerError | None:
         """Not None when the stream was closed without having come to its end."""
