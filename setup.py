@@ -14,14 +14,15 @@ from pathlib import Path
 from setuptools import setup
 
 # The request path and what it calls for every request: fully typed, no metaclasses. (wire/openai.py defines msgspec
-# structs, which are compiled already in all that matters. policy/fairness.py knows heap entries by identity, which
-# mypyc does not keep for tuples, and wire/faults.py has defaults in its exception classes.)
+# structs, which are compiled already in all that matters; wire/faults.py has defaults in its exception classes, which
+# mypyc does not set.)
 HOT_MODULES = [
     "evenflow/timers.py",
     "evenflow/fleet/registry.py",
     "evenflow/observe/access_log.py",
     "evenflow/observe/metrics.py",
     "evenflow/policy/cost.py",
+    "evenflow/policy/fairness.py",
     "evenflow/policy/limits.py",
     "evenflow/policy/placement/least_work.py",
     "evenflow/policy/placement/round_robin.py",
@@ -34,6 +35,7 @@ HOT_MODULES = [
     "evenflow/request/place.py",
     "evenflow/request/relay.py",
     "evenflow/request/settle.py",
+    "evenflow/tenancy/directory.py",
     "evenflow/wire/answer.py",
     "evenflow/wire/http.py",
     "evenflow/wire/sse.py",

@@ -43,6 +43,11 @@ _Entry = Any
 _sequence = count(1)
 
 
+def _new_entry(key: float, age: int, line: "_Line") -> _Entry:
+    """One object, whoever holds it."""
+    return (key, age, line)
+
+
 class Tenant:
     """Whose traffic it is. One object for all queues: it counts over all of them."""
 
@@ -173,8 +178,7 @@ class _Race:
         self.vt = level.vt
 
     def push(self, key: float, age: int, line: "_Line") -> None:
-        entry: _Entry = (key, age, line)
-        line.entry = entry
+        line.entry = entry = _new_entry(key, age, line)
         heap = self.heap
         heappush(heap, entry)
         if len(heap) > 3 * self.live + DEAD_KEPT_MIN:
@@ -193,8 +197,7 @@ class _Race:
             group = line.group
             key = group.v + line.lift
             if key != entry[0] or group.age != entry[1]:
-                entry = (key, group.age, line)
-                line.entry = entry
+                line.entry = entry = _new_entry(key, group.age, line)
                 heapreplace(heap, entry)
                 if heap[0] is not entry:
                     continue
@@ -223,8 +226,7 @@ class _Race:
                 continue
             key = line.entity.v + line.lift
             if key != entry[0] or head.sequence != entry[1]:
-                entry = (key, head.sequence, line)
-                line.entry = entry
+                line.entry = entry = _new_entry(key, head.sequence, line)
                 heapreplace(heap, entry)
                 if heap[0] is not entry:
                     continue
