@@ -130,9 +130,7 @@ class Relay:
                     ssl=self._tls_context() if worker.tls else None,
                 )
         except (OSError, TimeoutError) as error:
-            slow = isinstance(error, TimeoutError)
-            reason = f"no connection within {self.timeouts.connect_s:g} s" if slow else "connection refused"
-            self.registry.unreachable(worker, reason)
+            self.registry.unreachable(worker, self._why_no_connection(error))
             if call.lease is lease and not call.ended:
                 self.fail(
                     call,
@@ -147,6 +145,13 @@ class Relay:
             connection.send(call, monotonic())
         else:
             connection.rest(monotonic())
+
+    def _why_no_connection(self, error: Exception) -> str:
+        if isinstance(error, ssl.SSLError):
+            return f"TLS failed: {error.reason or 'no handshake'}; check the worker's certificate"
+        if isinstance(error, TimeoutError):
+            return f"no connection within {self.timeouts.connect_s:g} s"
+        return "connection refused" if isinstance(error, ConnectionRefusedError) else "no connection"
 
     def _tls_context(self) -> ssl.SSLContext:
         if self._tls is None:
@@ -166,36 +171,33 @@ class Relay:
         """The worker failed the call.
 
         1. Nothing was shown, a retry is safe and earned, and another try makes sense: back to the queue's head.
-        2. Nothing was shown: an error answer.
-        3. An answer had begun: it is broken off so that the client can tell.
+        2. Nothing was shown, and nobody else has the model: no worker is there.
+        3. Nothing was shown: an error answer.
+        4. An answer had begun: it is broken off so that the client can tell.
         """
-        lease, connection = call.lease, call.connection
-        assert lease is not None
+        lease, connection, ticket = call.lease, call.connection, call.ticket
+        assert lease is not None and ticket is not None
         answer = None
         if connection is not None:
             answer = connection.answer
             connection.drop()
         if not call.shown:
             safe = isinstance(fault, WorkerError) and fault.retry_safe
-            if safe and self._elsewhere(lease) and self._budget.withdraw(call.attempts):  # (1)
+            live = ticket.lane.live
+            if safe and live and self._budget.withdraw(call.attempts):  # (1)
                 self._metrics.retries += 1
                 if call.client is not None:
                     call.client.wait_in_queue(None)
                 self._scheduler.give_back(call, lease.worker)
-            else:  # (2)
+            elif safe and not live:  # (2)
+                self._scheduler.no_worker(call)
+            else:  # (3)
                 self.settler.refuse(call, fault)
             return
-        client = call.client  # (3)
+        client = call.client  # (4)
         self.settler.end(call, fault.status, b"failed", fault)
         if client is not None and answer is not None:
             client.break_off(call, answer.broken_off(fault))
-
-    def _elsewhere(self, lease: Lease) -> bool:
-        """True when some other worker could take the call, or the same one still lives."""
-        worker = lease.worker
-        return any(
-            other.live for lane in self.registry.lanes.values() if worker in lane.workers for other in lane.workers
-        )
 
     def cancel(self, call: Call) -> None:
         """The client left: the worker hears of it at once, since its connection closes."""
