@@ -490,6 +490,25 @@ def test_pipelining_without_reading_is_bounded(engine: MockEngine, gateways: Gat
     gateway.wait_at_rest()
 
 
+def test_what_is_pipelined_behind_a_running_call_is_bounded(engine: MockEngine, gateways: GatewayMaker) -> None:
+    """A caller can not fill the memory with requests whose turn has not come."""
+    engine.behaviour = Behaviour(gated=True)
+    gateway = gateways(engine)
+    one = request_bytes("POST", CHAT, chat("x" * 200_000))
+    sent = 0
+    with Client(gateway.port, timeout_s=0.5) as client:
+        try:
+            while sent < 200_000_000:
+                sent += client.sock.send(one[sent % len(one) :])
+        except TimeoutError:
+            pass
+        assert sent < 40_000_000
+        client.sock.settimeout(10)
+        engine.open_gate()
+        assert client.read_answer().status == 200
+    gateway.wait_at_rest()
+
+
 def test_http_1_0(gateway: GatewayThread, engine: MockEngine) -> None:
     request = b"POST %b HTTP/1.0\r\n%b\r\n\r\n%b" % (CHAT.encode(), LENGTH, BODY)
     answer = parse_answer(said(gateway, request))

@@ -223,6 +223,23 @@ def test_a_queue_timeout_is_told_and_leaves_nothing_behind(engine: MockEngine, g
     assert not engine.find("late")
 
 
+def test_the_queues_limit_ends_with_the_waiting(engine: MockEngine, gateways: GatewayMaker) -> None:
+    """A call that had to wait may then run for as long as its worker's limits say."""
+    engine.named["hold"] = Behaviour(head_delay_s=0.3)
+    gateway = gateways(engine, slots=1, limits={"queue_timeout_s": 0.6})
+    for slow in (Behaviour(head_delay_s=1.0), Behaviour(tokens=20, chunk_delay_s=0.06)):
+        engine.named["slow"] = slow
+        with Client(gateway.port) as holder, Client(gateway.port) as client:
+            holder.send(request_bytes("POST", CHAT, chat("<<hold>>")))
+            wait_until(lambda: engine.running == 1)
+            client.send(request_bytes("POST", CHAT, chat("<<slow>>", stream=True)))
+            answer = client.read_answer()
+            assert answer.status == 200
+            assert answer.payloads[-1] == b"[DONE]"
+            assert holder.read_answer().status == 200
+    gateway.wait_at_rest()
+
+
 # ---- retries (S26, S53) ----
 
 
@@ -333,6 +350,9 @@ def test_a_worker_that_closes_just_as_a_request_comes_is_survived(engines: Engin
         assert answer.status == 200
         assert len(engine.find(f"number {number}")) == 1
     gateway.wait_at_rest()
+    # It says nothing of the worker, and is no retry.
+    assert metric(gateway, "evenflow_retries_total") == 0
+    assert metric(gateway, "evenflow_worker_up") == 1
 
 
 def test_a_connection_with_an_unfinished_answer_is_not_used_again(engines: EngineMaker, gateways: GatewayMaker) -> None:
@@ -356,11 +376,13 @@ def test_bytes_after_an_answer_never_reach_the_next_caller(
     engines: EngineMaker, gateways: GatewayMaker, extra: bytes
 ) -> None:
     engine = engines()
-    first = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
-    engine.named["extra"] = Behaviour(raw=first + extra)
+    engine.named["extra"] = Behaviour(body=b"{}", extra=extra)
     gateway = gateways(engine, fleet={"probe_interval_s": 60})
-    assert post(gateway.port, chat("<<extra>>")).body == b"{}"
-    served_at_once(gateway)
+    for number in range(3):
+        assert post(gateway.port, chat("<<extra>>")).body == b"{}"
+        assert post(gateway.port, chat(f"next {number}")).json["usage"]
+        # Such a connection is not to be trusted.
+        assert engine.received[-1].connection != engine.received[-2].connection
     gateway.wait_at_rest()
 
 

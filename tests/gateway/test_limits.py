@@ -110,6 +110,28 @@ def test_concurrency_spans_models_and_workers(engine: MockEngine, engines: Engin
     gateway.wait_at_rest()
 
 
+def test_a_free_place_is_given_at_once_to_another_model(
+    engine: MockEngine, engines: EngineMaker, gateways: GatewayMaker
+) -> None:
+    """What ends on one worker lets go on what waits for another; nothing else would wake it."""
+    other = engines(models=("other",))
+    engine.behaviour = Behaviour(gated=True)
+    tenant = {"name": "a", "keys": ["sk-a"], "limits": {"concurrency": 1}}
+    workers = [{"url": engine.url, "models": ["m"]}, {"url": other.url, "models": ["other"]}]
+    gateway = gateways(engine, other, tenants=[tenant], workers=workers)
+    with Client(gateway.port) as first, Client(gateway.port) as second:
+        first.send(request_bytes("POST", CHAT, chat(), key="sk-a"))
+        wait_until(lambda: engine.running == 1)
+        second.send(request_bytes("POST", CHAT, {**chat(), "model": "other"}, key="sk-a"))
+        gateway.wait_for(queued=1)
+        assert not other.received
+        engine.open_gate()
+        second.sock.settimeout(0.5)
+        assert second.read_answer().status == 200
+        assert first.read_answer().status == 200
+    gateway.wait_at_rest()
+
+
 def test_leaving_callers_release_the_limit(engine: MockEngine, gateways: GatewayMaker) -> None:
     """Reports 1, 6, 55: at the limit, the caller of the running and of the waiting one leave in turn."""
     engine.behaviour = Behaviour(silent=True)

@@ -106,6 +106,22 @@ def test_idle_gateways_stop_at_once(engine: MockEngine, processes: ProcessMaker)
     assert "Error" not in gateway.stderr
 
 
+def test_idle_connections_are_closed_while_others_still_run(engine: MockEngine, processes: ProcessMaker) -> None:
+    engine.named["hold"] = Behaviour(gated=True)
+    gateway = processes(engine)
+    with Client(gateway.port) as running, Client(gateway.port) as idle, Client(gateway.port) as unused:
+        running.send(request_bytes("POST", CHAT, chat("<<hold>>")))
+        assert idle.request("POST", CHAT, chat()).status == 200
+        wait_until(lambda: engine.running == 1)
+        gateway.signal()
+        assert idle.closed_within(2)
+        assert unused.closed_within(2)
+        assert gateway.process.poll() is None
+        engine.open_gate()
+        assert running.read_answer().status == 200
+    assert gateway.wait(5) == 0
+
+
 def test_a_second_signal_ends_the_drain(engine: MockEngine, processes: ProcessMaker) -> None:
     engine.behaviour = Behaviour(silent=True)
     gateway = processes(engine, listen={"drain_s": 60})

@@ -48,6 +48,8 @@ class Behaviour:
     body: bytes | None = None
     # Bytes written instead of any HTTP answer, then the connection is closed.
     raw: bytes | None = None
+    # Bytes that nobody asked for, in the same write behind a whole answer; the connection stays open.
+    extra: bytes = b""
     # Output tokens a choice; else the request's max_tokens, else 4. A token is `token` and its number.
     tokens: int | None = None
     token: str = "word"
@@ -483,7 +485,7 @@ class Connection(asyncio.Protocol):
         headers = [("content-type", b.content_type or "application/json"), *b.headers]
         if not b.http10:
             headers.append(("content-length", str(len(body) if b.content_length is None else b.content_length)))
-        await self.write(b, received, head_bytes(b.status, headers, b.http10) + body)
+        await self.write(b, received, head_bytes(b.status, headers, b.http10) + body + b.extra)
         if b.content_length is not None and b.content_length > len(body):
             return self.hang_up(b)
         received.finished_s = time.monotonic()
