@@ -148,7 +148,8 @@ class Client:
     def read_head(self) -> Answer:
         informational: list[int] = []
         while True:
-            _, status, *reason = self.read_line().decode("latin-1").split(" ", 2)
+            version, status, *reason = self.read_line().decode("latin-1").split(" ", 2)
+            assert version in ("HTTP/1.0", "HTTP/1.1"), version
             answer = Answer(int(status), "".join(reason), [], informational=informational)
             answer.first_byte_s = time.monotonic()
             while line := self.read_line().decode("latin-1"):
