@@ -241,6 +241,7 @@ class ClientConnection(asyncio.Protocol):
         "_url",
         "call",  # the running one
         "deadline",
+        "stalled",  # more waits to be written than the client reads
         "wheel_at",
     )
 
@@ -265,6 +266,7 @@ class ClientConnection(asyncio.Protocol):
         self._body_began_s = 0.0
         self._unparsable: CallerError | None = None
         self._paused = False
+        self.stalled = False
         self._phase = Phase.IDLE
         self._queue_until = inf
         self.deadline = inf
@@ -440,19 +442,27 @@ class ClientConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         """The client does not read as fast as its worker writes."""
+        self.stalled = True
         call = self.call
-        if call is not None and call.connection is not None:
+        if call is not None:
+            if call.connection is None:
+                return  # what it does not read is of an earlier answer; this call waits, under the limits of that
             call.connection.pause()
+        elif self._phase is not Phase.IDLE:
+            return  # a next request is half read, or the end is near: their limits hold
         self._await(Phase.STALLED, monotonic() + self._front.timeouts.idle_s)
 
     def resume_writing(self) -> None:
+        self.stalled = False
         call = self.call
+        if call is not None and call.connection is not None:
+            call.connection.resume()
+        if self._phase is not Phase.STALLED:
+            return
         if call is not None:
             self._phase = Phase.RUNNING
             self.deadline = inf
-            if call.connection is not None:
-                call.connection.resume()
-        elif self._phase is Phase.STALLED:
+        else:
             self._await(Phase.IDLE, monotonic() + self._front.timeouts.keep_alive_s)
 
     def data_received(self, data: bytes) -> None:

@@ -265,6 +265,7 @@ class WorkerConnection(asyncio.Protocol):
         "_headers",
         "_memo",  # knows the last answer's head again
         "_memo_head",
+        "_paused",  # not read, since the client does not keep up
         "_overrun",  # more came than was asked for
         "_parser",
         "_pieces",  # body bytes of this read
@@ -295,6 +296,7 @@ class WorkerConnection(asyncio.Protocol):
         self._head: AnswerHead | None = None
         self._complete = False
         self._overrun = False
+        self._paused = False
         self._head_bytes = 0
         self._headers: list[tuple[bytes, bytes]] = []
         self._pieces: list[bytes] = []
@@ -332,6 +334,10 @@ class WorkerConnection(asyncio.Protocol):
         if self._relay.draining or len(idle) >= IDLE_CONNECTIONS_MAX + worker.slots:
             self.drop()
             return
+        if self._paused:  # by the last piece of an answer: the next call must hear what its worker says
+            self._paused = False
+            assert self._transport is not None
+            self._transport.resume_reading()
         self.deadline = now + IDLE_S
         if self.wheel_at > self.deadline:
             self._relay.wheel.arm(self)
@@ -347,14 +353,18 @@ class WorkerConnection(asyncio.Protocol):
     def pause(self) -> None:
         """The client does not keep up: reads nothing more until it does."""
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.pause_reading()
+            if not self._paused:
+                self._paused = True
+                self._transport.pause_reading()
             # The worker is not to blame for this silence; the client's own limit runs instead.
             self.deadline = self.total_deadline
 
     def resume(self) -> None:
-        if self._transport is not None and not self._transport.is_closing():
+        if self._paused and self._transport is not None and not self._transport.is_closing():
+            self._paused = False
             self._transport.resume_reading()
-            self._expect_more()
+            if self._head is not None:
+                self._expect_more()
 
     def _detach(self) -> None:
         call, self.call = self.call, None
@@ -492,6 +502,8 @@ class WorkerConnection(asyncio.Protocol):
         elif call.shown:  # until then the limit on the first byte runs on, whatever comments may come
             self._expect_more()
             call.output_tokens = answer.output_tokens
+            if client is not None and client.stalled:
+                client.pause_writing()  # it was behind before this answer began, and will not say so again
             if answer.output_tokens >= call.charge_at:
                 self._relay.charge(call)
 
