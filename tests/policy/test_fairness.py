@@ -761,6 +761,32 @@ def test_take_all_empties_a_lane_even_of_what_may_not_start() -> None:
     assert queue.peek() is None
 
 
+def test_the_newest_is_shed_whatever_its_lane() -> None:
+    """S31."""
+    queue = FairQueue(ONE_GROUP)
+    tenant = Tenant("a", "keys")
+    tickets = [Ticket(tenant, 0, lane, 1, 1.0) for lane in ("red", "blue", "blue", "red", "blue")]
+    for ticket in tickets:
+        queue.submit(ticket)
+    assert [queue.shed(0) for _ in tickets] == tickets[::-1]
+
+
+def test_a_queue_that_was_emptied_while_the_group_overflows_is_ranked_when_it_fills_again() -> None:
+    """S31."""
+    queue = FairQueue(ONE_GROUP)
+    large, flood = Tenant("large", "keys", 100), Tenant("flood", "keys", 1)
+    submit(queue, large, 300)  # 3 per weight
+    tickets = submit(queue, flood, 10)
+    assert queue.shed(0) is tickets[-1]
+    for ticket in tickets:
+        queue.cancel(ticket)
+    victim = queue.shed(0)
+    assert victim is not None
+    assert victim.tenant is large
+    again = submit(queue, flood, 5)
+    assert queue.shed(0) is again[-1]
+
+
 def test_the_wait_is_estimated_from_the_tenants_own_queue_and_share() -> None:
     """S31: cost ahead × active weights / own weight / rate, in the group and in the tier."""
     queue = FairQueue(STANDARD)
@@ -774,6 +800,9 @@ def test_the_wait_is_estimated_from_the_tenants_own_queue_and_share() -> None:
     assert queue.wait_estimate_s(a, 0, 10.0) == pytest.approx(40.0 * 31)
     assert queue.wait_estimate_s(a, 0, 0.0) == fairness.WAIT_UNKNOWN_S
     assert queue.wait_estimate_s(Tenant("new", "keys"), 0, 10.0) == 0.0
+    queue.take_all()
+    submit(queue, a, 4, cost=25.0)
+    assert queue.wait_estimate_s(a, 0, 10.0) == pytest.approx(10.0)  # who left counts no more
     serve(queue, queue.waiting)
     assert queue.wait_estimate_s(a, 0, 10.0) == 0.0
 
@@ -844,6 +873,42 @@ def test_what_is_cancelled_or_refunded_does_not_pile_up() -> None:
     assert len(account.lines["lane"].tickets) < 50
     assert all(len(race.heap) < 50 for group in queue._tiers[0].groups.values() for race in group.inside.races.values())
     assert all(len(race.heap) < 50 for race in queue._tiers[0].level.races.values())
+
+
+def test_refunds_do_not_pile_up_in_the_heaps() -> None:
+    """Every refund of one that is not at the top pushes an entry; the dead ones go."""
+    queue = FairQueue(ONE_GROUP)
+    refunded = Tenant("refunded", "keys")
+    submit(queue, refunded, 1001, cost=10.0)
+    submit(queue, Tenant("cheap", "keys", 1e6), 5)
+    running = [ticket for ticket in (start_next(queue) for _ in range(1005)) if ticket.tenant is refunded]
+    submit(queue, Tenant("cheap", "keys", 1e6), 5)
+    for ticket in running:
+        queue.peek()
+        queue.finish(ticket, 0.0)
+    assert all(
+        len(race.heap) < 50
+        for level in (queue._tiers[0].level, queue._tiers[0].groups["keys"].inside)
+        for race in level.races.values()
+    )
+
+
+def test_debts_are_not_forgotten_while_only_tenants_at_their_concurrency_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """S21."""
+    monkeypatch.setattr(fairness, "IDLE_KEPT_MAX", 0)
+    queue = FairQueue(ONE_GROUP)
+    capped, debtor = Tenant("capped", "keys", concurrency=1), Tenant("debtor", "keys")
+    submit(queue, capped, 2)
+    held = start_next(queue)
+    submit(queue, debtor)
+    serve(queue, 1, 20.0)
+    queue.cancel(submit(queue, Tenant("passer-by", "keys"))[0])
+    submit(queue, debtor, 20)
+    submit(queue, Tenant("other", "keys"), 30)
+    assert "debtor" not in serve(queue, 15)
+    queue.finish(held, 1.0)
 
 
 def _lines_of_a_decision(tenants: int) -> float:
