@@ -11,7 +11,7 @@ from time import perf_counter
 
 from evenflow.fleet.registry import Lane, Registry, Worker
 from evenflow.observe.metrics import Histogram
-from evenflow.policy.fairness import FairQueue, Ticket, Tier
+from evenflow.policy.fairness import FairQueue, Tenant, Ticket, Tier
 from evenflow.policy.placement import Placement
 from evenflow.request import Call, Lease
 
@@ -28,6 +28,7 @@ class Pool:
 
     def __init__(self, queue: FairQueue, lanes: tuple[Lane, ...]) -> None:
         self.queue = queue
+        # None once the pool was regrouped away; then nothing waits in it, and what runs ends.
         self.lanes = lanes
         # Cost served since the rate was last taken, and that rate in cost per second.
         self.served = 0.0
@@ -87,8 +88,13 @@ class Scheduler:
         call.lease = None
         lease.give_back()
         lane: Lane = ticket.lane
-        lane.pool.queue.give_back(ticket)
-        self._dispatch(lane.pool)
+        pool = lane.pool
+        pool.queue.give_back(ticket)
+        self._resume_elsewhere(ticket.tenant, pool)
+        if pool.lanes:
+            self._dispatch(pool)
+        else:  # regrouped away while it ran: it waits where others wait now
+            self._move_waiting(pool)
 
     def progress(self, ticket: Ticket, cost: float) -> None:
         """Charges a running ticket up to `cost`."""
@@ -103,14 +109,20 @@ class Scheduler:
         pool.served += cost
         queue = pool.queue
         queue.finish(ticket, cost)
-        tenant = ticket.tenant
-        if tenant.concurrency is not None and len(self.pools) > 1:
+        self._resume_elsewhere(ticket.tenant, pool)
+        if queue.waiting:
+            self._dispatch(pool)
+        elif not pool.lanes:  # regrouped away while this ran: its slots are of other pools now
+            for other in self.pools:
+                self._dispatch(other)
+
+    def _resume_elsewhere(self, tenant: Tenant, pool: Pool) -> None:
+        """The tenant runs one less: what its concurrency held back in other pools competes again."""
+        if tenant.concurrency is not None:
             for other in self.pools:
                 if other is not pool:
                     other.queue.resume(tenant)
                     self._dispatch(other)
-        if queue.waiting:
-            self._dispatch(pool)
 
     # -- what the fleet tells ------------------------------------------------------------------------------------
 
@@ -129,11 +141,11 @@ class Scheduler:
                 lane.pool = pool
             self.pools.append(pool)
         for old in kept.values():
+            old.lanes = ()
             self._move_waiting(old)
 
     def _move_waiting(self, old: Pool) -> None:
-        while (ticket := old.queue.peek()) is not None:
-            old.queue.cancel(ticket)
+        for ticket in old.queue.take_all():
             call: Call = ticket.call
             assert call.request is not None
             lane = self._registry.lanes.get(call.request.model)
@@ -151,7 +163,7 @@ class Scheduler:
             if pool.queue.waiting:
                 for lane in pool.lanes:
                     if not lane.live:
-                        while (ticket := pool.queue.peek((lane,))) is not None:
+                        for ticket in pool.queue.take_all(lane):
                             self.no_worker(ticket.call)
 
     def waiting(self) -> int:
