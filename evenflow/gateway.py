@@ -15,8 +15,9 @@ from collections.abc import Iterable
 
 from prometheus_client.core import Metric
 
+from evenflow.api.admin import AdminRoutes
 from evenflow.api.local import LocalRoutes
-from evenflow.config import Settings
+from evenflow.config import Settings, TierSettings
 from evenflow.fleet.probe import Prober
 from evenflow.fleet.registry import Registry, Worker
 from evenflow.observe.access_log import open_access_log
@@ -61,11 +62,14 @@ class Gateway:
         self._access_log = open_access_log(settings.log.access)
         self._registry = registry = Registry()
         self._directory = directory = Directory(settings)
-        cost = CostModel(by_tokens=scheduling.cost == "tokens")
-        tiers = tuple(
-            Tier(tier.name, tier.min_share, tuple(Group(group.name, group.weight) for group in tier.groups))
-            for tier in scheduling.tiers
+        token_cost = scheduling.token_cost
+        cost = CostModel(
+            by_tokens=scheduling.cost == "tokens",
+            input_weight=token_cost.input,
+            cached_weight=token_cost.cached,
+            output_weight=token_cost.output,
         )
+        tiers = tuple(tier_of(tier) for tier in scheduling.tiers)
         placement = PLACEMENTS[scheduling.placement](random.Random())
 
         authenticator = Authenticator(directory)
@@ -90,7 +94,9 @@ class Gateway:
         scheduler.start = relay.start
         scheduler.no_worker = enqueuer.refuse_unserved
         metrics.gauges = self._gauges
-        LocalRoutes(front, registry, authenticator, metrics).mount()
+        local = LocalRoutes(front, registry, authenticator, metrics)
+        local.mount()
+        AdminRoutes(front, local, scheduler, settler, authenticator).mount()
         for worker in settings.workers:
             registry.add(Worker(worker))
         self._prober = Prober(registry, settings.fleet.probe_interval_s)
@@ -191,6 +197,12 @@ class Gateway:
             [],
             [([], max((pool.queue.bound_ratio() for pool in self._scheduler.pools), default=0.0))],
         )
+
+
+def tier_of(tier: TierSettings) -> Tier:
+    """What the queue needs of a configured tier."""
+    groups = tuple(Group(group.name, group.weight) for group in tier.groups)
+    return Tier(tier.name, tier.min_share, groups, tier.max_wait_s)
 
 
 def serve(settings: Settings) -> int:

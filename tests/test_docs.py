@@ -55,7 +55,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_commands_of_the_readme_exist() -> None:
     readme, makefile = (ROOT / "README.md").read_text(), (ROOT / "Makefile").read_text()
-    targets = set(re.findall(r"`?make ([a-z-]+)", readme))
+    targets = set(re.findall(r"(?:`|^ +)make ([a-z-]+)", readme, re.MULTILINE))
     assert {"demo", "test", "bench"} <= targets
     for target in targets:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target

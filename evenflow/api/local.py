@@ -82,7 +82,7 @@ class LocalRoutes:
         return LocalAnswer(msgspec.json.encode({"models": self._registry.model_names()}))
 
     def list_workers(self, call: Call) -> LocalAnswer:
-        self._operators_only(call)
+        self.operators_only(call)
         now = time()
         workers = [
             {
@@ -103,7 +103,7 @@ class LocalRoutes:
         return LocalAnswer(msgspec.json.encode({"workers": workers}))
 
     def metrics(self, call: Call) -> LocalAnswer:
-        self._operators_only(call)
+        self.operators_only(call)
         return LocalAnswer(self._metrics.render(), b"text/plain; version=0.0.4; charset=utf-8")
 
     def _model(self, name: str) -> dict[str, object]:
@@ -117,7 +117,16 @@ class LocalRoutes:
             return
         call.tenant = self._authenticator.by_head(head) or self._authenticator.nobody()
 
-    def _operators_only(self, call: Call) -> None:
+    def is_operator(self, call: Call) -> bool:
+        """True for an admin key, or without any configured, for a caller on this machine."""
+        try:
+            self.operators_only(call)
+        except CallerError:
+            return False
+        return True
+
+    def operators_only(self, call: Call) -> None:
+        """Raises CallerError for everybody else."""
         directory = self._authenticator.directory
         head = call.head
         key = head.bearer if head.bearer is not None else head.api_key

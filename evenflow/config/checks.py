@@ -46,9 +46,6 @@ def warnings(settings: Settings, document: Document) -> Iterator[str]:
     for tenant in settings.tenants:
         if not tenant.keys:
             yield f"tenant '{tenant.name}' has no keys, so nobody can call as it"
-    for location, worker in _entries(document.values, "workers"):
-        if worker.get("slots") == "auto":
-            yield f"{dotted(location)}.slots: auto does not learn yet; it stays at its starting value"
 
 
 def _mistakes(values: dict[str, Any], document: Document) -> Iterator[tuple[Location, str]]:

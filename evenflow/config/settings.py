@@ -18,8 +18,9 @@ from evenflow.config.secrets import Secret, read_credential, read_key
 ANONYMOUS_GROUP: Final = "anonymous"
 DEFAULT_GROUP: Final = "keys"
 DEFAULT_WEIGHT: Final = 10.0
-# Slots of a worker that does not say how many it has.
+# Slots of a worker of which nothing is known, and the most that can be configured.
 DEFAULT_SLOTS: Final = 32
+SLOTS_LIMIT: Final = 100_000
 # Weights further apart than this would lose their ratio in the arithmetic of the queue.
 WEIGHT_MIN: Final = 1e-6
 WEIGHT_MAX: Final = 1e6
@@ -74,7 +75,12 @@ def _worker_name(value: Any) -> Any:
 
 
 def _slots(value: Any) -> Any:
-    return DEFAULT_SLOTS if value == "auto" else _untyped(value)
+    if isinstance(value, str) and value == "auto":
+        return "auto"
+    value = _untyped(value)
+    if value is not None and (type(value) is not int or not 1 <= value <= SLOTS_LIMIT):
+        raise ValueError(f"must be a whole number from 1 to {SLOTS_LIMIT:,}, or auto")
+    return value
 
 
 def worker_url(value: Any) -> Any:
@@ -131,7 +137,7 @@ Origin = Annotated[str, BeforeValidator(_origin), Field(strict=True)]
 DatabaseUrl = Annotated[str, BeforeValidator(_database), Field(strict=True)]
 Toggle = Annotated[bool, BeforeValidator(_untyped), Field(strict=True)]
 Count = Annotated[int, BeforeValidator(_untyped), Field(strict=True, ge=1, le=2**53)]
-Slots = Annotated[int, BeforeValidator(_slots), Field(strict=True, ge=1, le=100_000)]
+Slots = Annotated[int | Literal["auto"] | None, BeforeValidator(_slots)]
 Port = Annotated[int, BeforeValidator(_untyped), Field(strict=True, ge=0, le=65535)]
 Seconds = Annotated[
     float, BeforeValidator(_untyped), Field(strict=True, gt=0, le=604_800, allow_inf_nan=False)
@@ -139,6 +145,9 @@ Seconds = Annotated[
 Share = Annotated[float, BeforeValidator(_untyped), Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]
 Weight = Annotated[
     float, BeforeValidator(_untyped), Field(strict=True, ge=WEIGHT_MIN, le=WEIGHT_MAX, allow_inf_nan=False)
+]
+TokenCost = Annotated[
+    float, BeforeValidator(_untyped), Field(strict=True, ge=0, le=1e6, allow_inf_nan=False)
 ]
 KeyDigest = Annotated[bytes, BeforeValidator(_key)]
 Credential = Annotated[InstanceOf[Secret], BeforeValidator(_secret)]
@@ -220,9 +229,12 @@ class WorkerSettings(_Group):
         json_schema_extra={"default_text": "read from the worker's /v1/models"},
     )
     slots: Slots = Field(
-        default=DEFAULT_SLOTS,
-        description="Sequences that it runs at once; the rest wait here, where they are scheduled. "
-        f"`auto` starts at {DEFAULT_SLOTS}.",
+        default=None,
+        description="Sequences that it runs at once; the rest wait here, where they are scheduled. `auto` starts at "
+        f"{DEFAULT_SLOTS} and learns from the worker's own queue, or from its time to first token.",
+        json_schema_extra={
+            "default_text": f"learned from the worker's /metrics where it tells its queue, else {DEFAULT_SLOTS}"
+        },
     )
     speed: Weight = Field(
         default=1.0, description="Speed relative to the other workers; 2 is twice as fast as 1."
@@ -267,6 +279,10 @@ class TierSettings(_Group):
         default=0.0,
         description="Part of the capacity (0 to 1) that it gets even while higher tiers wait; 0 is strict.",
     )
+    max_wait_s: Seconds | None = Field(
+        default=None,
+        description="Seconds after which a request that waits in this tier moves up to the next; none waits on.",
+    )
     groups: Annotated[tuple[GroupSettings, ...], _AsTuple] = Field(
         min_length=1, description="Groups of this tier, each with a name and a weight."
     )
@@ -282,12 +298,23 @@ _STANDARD_TIER: Final = TierSettings(
 )
 
 
+class TokenCostSettings(_Group):
+    """What a token costs when shares are measured in tokens."""
+
+    input: TokenCost = Field(default=1.0, description="Cost of a prompt token that must be computed.")
+    cached: TokenCost = Field(default=0.1, description="Cost of a prompt token that the worker had in its cache.")
+    output: TokenCost = Field(default=2.0, description="Cost of a token of the answer.")
+
+
 class SchedulingSettings(_Group):
     """Who goes first, and to which worker."""
 
     cost: Literal["tokens", "sequences"] = Field(
         default="tokens",
         description="What shares are measured in: tokens, or sequences (each of the m·n sequences costs 1).",
+    )
+    token_cost: TokenCostSettings = Field(
+        default=TokenCostSettings(), description="What a token costs when shares are measured in tokens."
     )
     placement: Annotated[Literal["least_work", "round_robin"], BeforeValidator(_placement)] = Field(
         default="least_work",
@@ -326,6 +353,11 @@ class TenantSettings(_Group):
         default=(), repr=False, description="Its API keys, each plain or as `sha256:<hex>`."
     )
     limits: TenantLimits = Field(default=TenantLimits(), description="Limits of this tenant.")
+    comments: Toggle = Field(
+        default=True,
+        description="Whether its waiting streams are sent comment lines (see timeouts.comment_s); false for clients "
+        "that cannot bear them.",
+    )
 
 
 class LimitSettings(_Group):
@@ -334,8 +366,14 @@ class LimitSettings(_Group):
     queued: Count = Field(
         default=10_000, description="Requests that wait at once; beyond it the longest queue is cut."
     )
+    queued_bytes: Count = Field(
+        default=1_073_741_824,
+        description="Size of the bodies that wait at once, in bytes; as many bytes again may be on their way in.",
+    )
     queue_timeout_s: Seconds = Field(
-        default=60.0, description="Seconds that a request waits at most before it gets 503."
+        default=60.0,
+        description="Seconds that a request waits at most before it gets 503; less for a tenant whose queue never "
+        "drains.",
     )
     body_bytes: Count = Field(
         default=33_554_432,

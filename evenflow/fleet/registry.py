@@ -9,13 +9,16 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from enum import StrEnum
+from math import inf
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from evenflow.config import WorkerSettings
 from evenflow.observe.access_log import json_name
+from evenflow.policy.slots import KV_SHARE, SLOTS_START, LearnedSlots
 
 if TYPE_CHECKING:
+    from evenflow.fleet.engines.load import LoadReport
     from evenflow.request.place import Pool
     from evenflow.request.relay import WorkerConnection
 
@@ -49,6 +52,8 @@ class Worker:
         "idle",
         "in_flight",
         "last_seen_s",
+        "learned",
+        "learns_by_first_token",
         "live",
         "log_name",
         "models",
@@ -62,6 +67,8 @@ class Worker:
         "speed",
         "state",
         "tls",
+        "tokens",
+        "tokens_max",
         "url",
         "wake_probe",
         "work",
@@ -86,16 +93,28 @@ class Worker:
         self.models: frozenset[str] = frozenset(settings.models or ())
         # Name that callers use → name that the worker knows.
         self.aliases: dict[str, str] = dict(settings.aliases)
-        self.slots = settings.slots
+        # Sequences it runs at most. Learned unless it was given: from its reports, and if that was asked for, from its
+        # time to first token while it makes none.
+        fixed = settings.slots
+        self.slots = SLOTS_START
+        self.learned: LearnedSlots | None = None
+        if isinstance(fixed, int):
+            self.slots = fixed
+        else:
+            self.learned = LearnedSlots()
+        self.learns_by_first_token = fixed == "auto"
         self.speed = settings.speed
         self.state = State.STARTING
         # True when placement may choose it; follows `state`, kept apart since the hot path reads it.
         self.live = False
         # Why it is not ready, in words for `workers list`.
         self.reason = "waiting for the first probe"
-        # Running sequences and their estimated cost; written by leases alone.
+        # Running sequences, their estimated cost and tokens; written by leases alone.
         self.in_flight = 0
         self.work = 0.0
+        self.tokens = 0.0
+        # Tokens that its memory holds; infinite until it has told.
+        self.tokens_max = inf
         self.last_seen_s = 0.0
         self.failures = 0
         self.probe_failures = 0
@@ -108,6 +127,12 @@ class Worker:
         # Set by the prober: asks for a probe at once.
         self.wake_probe: Callable[[], None] | None = None
 
+    def first_token(self, took_s: float) -> None:
+        """A stream had its first token so long after it was sent."""
+        learned = self.learned
+        if learned is not None and learned.first_token(took_s):
+            self.slots = learned.limit
+
     def serves(self) -> Iterable[str]:
         """Every name a caller may use for something this worker has."""
         yield from self.models
@@ -119,12 +144,15 @@ class Worker:
 class Lane:
     """The workers that can run a call, and the pool it queues in."""
 
-    __slots__ = ("live", "pool", "workers")
+    __slots__ = ("bounded", "learners", "live", "pool", "workers")
 
     def __init__(self, workers: tuple[Worker, ...]) -> None:
         self.workers = workers
         # How many of the workers are live; kept by the registry, read for every request.
         self.live = sum(worker.live for worker in workers)
+        # The limits that are learned from its workers, and whether any worker has told how many tokens it holds.
+        self.learners = [worker.learned for worker in workers if worker.learned is not None]
+        self.bounded = any(worker.tokens_max < inf for worker in workers)
         # Set by the scheduler, which groups lanes that share workers.
         self.pool: Pool
 
@@ -136,9 +164,9 @@ class Registry:
         self.workers: dict[str, Worker] = {}
         # Model or alias → its lane. Read on the hot path; replaced whole.
         self.lanes: dict[str, Lane] = {}
-        # Called after `lanes` changed, and after a worker became live.
+        # Called after `lanes` changed, after a worker became live or takes more than before, and after one was lost.
         self.on_lanes_changed: Callable[[], None] = _nothing
-        self.on_live: Callable[[Worker], None] = _nothing_of
+        self.on_room: Callable[[Worker], None] = _nothing_of
         self.on_lost: Callable[[Worker], None] = _nothing_of
 
     def add(self, worker: Worker) -> None:
@@ -200,6 +228,24 @@ class Registry:
             elif worker.wake_probe is not None:
                 worker.wake_probe()
 
+    def load_reported(self, worker: Worker, load: "LoadReport", now: float) -> None:
+        """The worker told of its own queue and memory. Changes its slots if they are learned."""
+        if load.kv_tokens is not None:
+            worker.tokens_max = load.kv_tokens * KV_SHARE
+            for lane in self._lanes_of(worker):
+                lane.bounded = True
+        learned = worker.learned
+        if learned is None:
+            return
+        if load.sequences_max is not None and load.sequences_max != learned.maximum:
+            learned.learn_maximum(load.sequences_max)
+        if load.waiting is not None:
+            learned.report(now, load.waiting)
+        grown = learned.limit > worker.slots
+        worker.slots = learned.limit
+        if grown:
+            self.on_room(worker)
+
     def drain(self, worker: Worker) -> None:
         self._move(worker, State.DRAINING, "drained by its operator")
 
@@ -217,7 +263,7 @@ class Registry:
         for lane in self._lanes_of(worker):
             lane.live += worker.live - was_live
         if worker.live and not was_live:
-            self.on_live(worker)
+            self.on_room(worker)
         elif was_live and not worker.live:
             self.on_lost(worker)
 

@@ -2,15 +2,20 @@
 
 Cost = uncached prompt tokens + 0.1 x cached prompt tokens + 2 x output tokens. An output token counts double since a
 decode step yields one token of a sequence where a prefill step yields hundreds; that ratio of 1 : 2 is the one of
-"Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024). Before the engine has told its counts, four
-bytes of prompt are taken for a token, and the output is the smaller of the caller's limit and what this tenant's
-requests to this model made lately. Never reads a clock, never sees a prompt.
+"Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024). Before the engine has told its counts, the
+prompt is taken to have as many tokens for its bytes as the model's prompts had lately, and the output is the smaller
+of the caller's limit and what this tenant's requests to this model made lately. Never reads a clock, never sees a
+prompt.
 """
 
+# Until a model's engine has told how many tokens its prompts had.
 BYTES_PER_TOKEN = 4.0
+# One request may claim a ratio between these: base64 of a picture says little of text.
+BYTES_PER_TOKEN_MIN, BYTES_PER_TOKEN_MAX = 1.0, 16.0
 OUTPUT_TOKENS_UNSEEN = 128.0
-# The weight of the newest answer in a moving average of output lengths.
+# The weight of the newest answer in a moving average of output lengths, and of ratios.
 AVERAGE_STEP = 0.1
+RATIO_STEP = 0.05
 # Pairs of tenant and model whose average is kept; both come from bounded sets, this is the backstop.
 AVERAGES_MAX = 100_000
 
@@ -18,7 +23,7 @@ AVERAGES_MAX = 100_000
 class CostModel:
     """Costs in tokens (`by_tokens`), or one for each running sequence as older services count."""
 
-    __slots__ = ("_average", "by_tokens", "cached_weight", "input_weight", "output_weight")
+    __slots__ = ("_average", "_ratio", "by_tokens", "cached_weight", "input_weight", "output_weight")
 
     def __init__(
         self,
@@ -34,20 +39,31 @@ class CostModel:
         self.output_weight = output_weight
         # Mean output tokens of a sequence, by (tenant, model) and by model alone.
         self._average: dict[tuple[str, str] | str, float] = {}
+        # Bytes of a body for each token of its prompt, by model.
+        self._ratio: dict[str, float] = {}
+
+    def input_tokens(self, model: str, prompt_bytes: int) -> float:
+        """Tokens that a prompt of so many bytes is thought to have."""
+        return prompt_bytes / self._ratio.get(model, BYTES_PER_TOKEN)
+
+    def output_tokens(self, tenant: str, model: str, max_tokens: int | None) -> float:
+        """Tokens that a sequence is thought to produce."""
+        average = self._average
+        output = average.get((tenant, model)) or average.get(model) or OUTPUT_TOKENS_UNSEEN
+        return float(max_tokens) if max_tokens is not None and max_tokens < output else output
 
     def estimate(
         self, tenant: str, model: str, prompt_bytes: int, sequences: int, max_tokens: int | None, generates: bool
     ) -> float:
         """The cost to charge at dispatch. The prompt counts once, the output for each of the `sequences`."""
+        output = self.output_tokens(tenant, model, max_tokens) * sequences if generates else 0.0
+        return self.charge(self.input_tokens(model, prompt_bytes), output, sequences)
+
+    def charge(self, input_tokens: float, output_tokens: float, sequences: int) -> float:
+        """The cost of what is expected; at least 1, so that nobody gets anything for nothing."""
         if not self.by_tokens:
             return float(sequences)
-        cost = self.input_weight * prompt_bytes / BYTES_PER_TOKEN
-        if generates:
-            average = self._average
-            output = average.get((tenant, model)) or average.get(model) or OUTPUT_TOKENS_UNSEEN
-            if max_tokens is not None and max_tokens < output:
-                output = float(max_tokens)
-            cost += self.output_weight * output * sequences
+        cost = self.input_weight * input_tokens + self.output_weight * output_tokens
         return cost if cost > 1.0 else 1.0
 
     def actual(self, input_tokens: int, cached_tokens: int, output_tokens: int, sequences: int) -> float:
@@ -70,3 +86,18 @@ class CostModel:
         average[mine] = output_tokens_each if old is None else old + AVERAGE_STEP * (output_tokens_each - old)
         old = average.get(model)
         average[model] = output_tokens_each if old is None else old + AVERAGE_STEP * (output_tokens_each - old)
+
+    def learn_ratio(self, model: str, prompt_bytes: int, input_tokens: int) -> None:
+        """Takes what the engine told of a prompt into the model's bytes per token."""
+        ratio = prompt_bytes / input_tokens
+        if ratio < BYTES_PER_TOKEN_MIN:
+            ratio = BYTES_PER_TOKEN_MIN
+        elif ratio > BYTES_PER_TOKEN_MAX:
+            ratio = BYTES_PER_TOKEN_MAX
+        ratios = self._ratio
+        old = ratios.get(model)
+        if old is not None:
+            ratio = old + RATIO_STEP * (ratio - old)
+        elif len(ratios) > AVERAGES_MAX:
+            ratios.clear()
+        ratios[model] = ratio

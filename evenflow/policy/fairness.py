@@ -87,17 +87,36 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """Groups that go before those of every later tier. `min_share` is the floor of a lower tier, 0 is none."""
+    """Groups that go before those of every later tier.
+
+    Of a lower tier, `min_share` is the floor, 0 is none; and `max_wait_s` is how long a ticket waits there at most
+    before it is moved up to the next tier, None is for ever.
+    """
 
     name: str
     min_share: float = 0.0
     groups: tuple[Group, ...] = ()
+    max_wait_s: float | None = None
 
 
 class Ticket:
     """A call's place in the queue. One object per call: from `submit` or `start_now` to `finish` or `cancel`."""
 
-    __slots__ = ("account", "call", "charged", "estimate", "lane", "sequence", "slots", "state", "tenant", "tier")
+    __slots__ = (
+        "account",
+        "call",
+        "charged",
+        "estimate",
+        "lane",
+        "length",
+        "sequence",
+        "since_s",
+        "slots",
+        "state",
+        "tenant",
+        "tier",
+        "tokens",
+    )
 
     # Who the ticket is charged to; set by the queue that took it, which need not be the one that ends it.
     account: "_Account"
@@ -117,6 +136,12 @@ class Ticket:
         self.charged = 0.0
         self.state = NEW
         self.call = call
+        # Tokens that it is thought to keep in a worker's memory; for placement, not read by the queue.
+        self.tokens = 0.0
+        # How much it adds to the length of a queue: 1 and something for the size of its body.
+        self.length = 1.0
+        # When it came into its tier, in seconds; read only where a tier has a `max_wait_s`.
+        self.since_s = 0.0
 
     @property
     def waiting(self) -> bool:
@@ -238,8 +263,19 @@ class _Line:
     """One entity's place in one race; a tenant's also holds its tickets."""
 
     __slots__ = (
-        "cost", "entity", "entry", "group", "inner", "left", "lift", "race", "tickets", "upper", "waiting"
-    )  # fmt: skip
+        "cost",
+        "entity",
+        "entry",
+        "group",
+        "inner",
+        "left",
+        "length",
+        "lift",
+        "race",
+        "tickets",
+        "upper",
+        "waiting",
+    )
 
     def __init__(
         self,
@@ -265,9 +301,10 @@ class _Line:
         self.left = 0.0
         # Oldest first. Cancelled ones stay until they come to the front or outnumber the others.
         self.tickets: deque[Ticket] = deque()
-        # How many of them wait, and their estimates together.
+        # How many of them wait; their estimates and lengths together.
         self.waiting = 0
         self.cost = 0.0
+        self.length = 0.0
 
     def head(self) -> Ticket:
         """The oldest waiting ticket; there must be one."""
@@ -414,7 +451,7 @@ class _Entity:
 
 
 class _Group(_Entity):
-    __slots__ = ("age", "idle", "inside", "name", "ranking", "served", "tier", "waiting")
+    __slots__ = ("age", "idle", "inside", "length", "name", "ranking", "served", "tier", "waiting")
 
     def __init__(self, name: str, weight: float, tier: "_Tier") -> None:
         super().__init__(weight)
@@ -426,6 +463,7 @@ class _Group(_Entity):
         # that of its last pick.
         self.age = 0
         self.waiting = 0
+        self.length = 0.0
         # True cost of all that has finished.
         self.served = 0.0
         # Heap of (V, age, account) of tenants without tickets. V may have changed since, and they may have some.
@@ -501,6 +539,9 @@ class _Account(_Entity):
     def waiting(self) -> int:
         return sum(line.waiting for line in self.lines.values())
 
+    def length(self) -> float:
+        return sum(line.length for line in self.lines.values())
+
     def newest(self) -> Ticket | None:
         """The youngest waiting ticket."""
         newest: Ticket | None = None
@@ -566,17 +607,27 @@ class _Ranking:
 
 
 def _length(entity: _Group | _Account) -> float:
-    """Waiting tickets per weight."""
-    waiting = entity.waiting if isinstance(entity, _Group) else entity.waiting()
-    if not waiting:
+    """Length of what waits, per weight."""
+    length = entity.length if isinstance(entity, _Group) else entity.length()
+    if not length:
         return 0.0
-    return waiting / entity.weight if entity.weight else inf
+    return length / entity.weight if entity.weight else inf
 
 
 class _Tier:
     __slots__ = (
-        "accounts", "credit", "estimate_max", "groups", "index", "level", "min_share", "name", "queue"
-    )  # fmt: skip
+        "accounts",
+        "cost",
+        "credit",
+        "estimate_max",
+        "groups",
+        "index",
+        "level",
+        "max_wait_s",
+        "min_share",
+        "name",
+        "queue",
+    )
 
     def __init__(self, index: int, tier: Tier, queue: "FairQueue") -> None:
         self.index = index
@@ -590,14 +641,20 @@ class _Tier:
         self.min_share = tier.min_share
         self.credit = 0.0
         self.estimate_max = 0.0
+        # How long a ticket waits here before it moves up a tier; None in the highest.
+        self.max_wait_s = tier.max_wait_s if index else None
+        # Estimates of all that waits here.
+        self.cost = 0.0
 
     def account(self, tenant: Tenant) -> _Account:
-        """The tenant's account, made when there is none. A group that this tier does not list has weight 1."""
+        """The tenant's account, made when there is none. A group that this tier does not list, since its tenants were
+        lowered or have moved up to here, has the weight of its own tier."""
         account = self.accounts.get(tenant)
         if account is None:
             group = self.groups.get(tenant.group)
             if group is None:
-                group = self.groups[tenant.group] = _Group(tenant.group, 1.0, self)
+                weight = self.queue.group_weights.get(tenant.group, 1.0)
+                group = self.groups[tenant.group] = _Group(tenant.group, weight, self)
             account = self.accounts[tenant] = _Account(tenant, group)
         return account
 
@@ -633,13 +690,15 @@ class _Tier:
 class FairQueue:
     """What waits before one pool of workers. Owned by the scheduler; not safe to enter from two threads."""
 
-    __slots__ = ("_floors", "_fresh", "_next", "_tiers", "waiting")
+    __slots__ = ("_floors", "_fresh", "_next", "_tiers", "group_weights", "length", "waiting")
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
+        self.group_weights = {group.name: group.weight for tier in tiers for group in tier.groups}
         self._tiers = [_Tier(index, tier, self) for index, tier in enumerate(tiers)]
         self._floors = [tier for tier in self._tiers[1:] if tier.min_share > 0.0]
-        # Tickets that wait; cancelled ones are not counted.
+        # Tickets that wait, and their lengths together; cancelled ones are not counted.
         self.waiting = 0
+        self.length = 0.0
         # What `peek()` last found, and whether nothing has changed since.
         self._next: Ticket | None = None
         self._fresh = True
@@ -920,20 +979,62 @@ class FairQueue:
             self.cancel(ticket)
         return taken
 
+    def promote(self, now: float) -> int:
+        """Moves tickets that waited in their tier for its `max_wait_s` up to the next one; how many.
+
+        There they wait among the others of their tenant by age, and count as new. Looks at every tenant that is
+        remembered in a tier that has a `max_wait_s`.
+        """
+        moved = 0
+        for tier in self._tiers[1:]:
+            if tier.max_wait_s is not None and tier.level.racing:
+                due_s = now - tier.max_wait_s
+                for account in list(tier.accounts.values()):
+                    for line in list(account.lines.values()):
+                        while line.waiting and line.head().since_s <= due_s:
+                            self._move_up(line.head(), now)
+                            moved += 1
+        return moved
+
+    def _move_up(self, ticket: Ticket, now: float) -> None:
+        self.cancel(ticket)
+        ticket.state = NEW
+        ticket.tier -= 1
+        ticket.since_s = now
+        ticket.account = account = self._tiers[ticket.tier].account(ticket.tenant)
+        line = account.line(ticket.lane)
+        _insert_by_age(line.tickets, ticket)
+        self._count_in(ticket, line)
+        self._fresh = False
+        if line.entry is not None and ticket.sequence < line.entry[1]:
+            line.race.push(line.entity.v + line.lift, ticket.sequence, line)
+        self.resume(ticket.tenant)
+
+    def share(self, tenant: Tenant, tier: int) -> float:
+        """The part of the pool that the tenant has now by weight, among those of its tier that wait; 0 to 1."""
+        account = self._tiers[tier].accounts.get(tenant)
+        if account is None:
+            return 1.0
+        group = account.group
+        return 1.0 / (_parts(account, group.inside) * _parts(group, group.tier.level))
+
     def wait_estimate_s(self, tenant: Tenant, tier: int, rate: float) -> float:
         """Seconds until all that the tenant has waiting is served, if who waits now goes on waiting.
 
         Its cost, divided by its part of the pool's rate in cost per second: by weight in its group, and its group's
-        in the tier.
+        in the tier; after all that waits in higher tiers.
         """
         if not rate > 0.0:
             return WAIT_UNKNOWN_S
+        above = 0.0
+        for higher in self._tiers[:tier]:
+            above += higher.cost
         account = self._tiers[tier].accounts.get(tenant)
         if account is None:
-            return 0.0
+            return above / rate
         cost = sum(line.cost for line in account.lines.values())
         group = account.group
-        return cost * _parts(account, group.inside) * _parts(group, group.tier.level) / rate
+        return (above + cost * _parts(account, group.inside) * _parts(group, group.tier.level)) / rate
 
     # -- for display -----------------------------------------------------------------------------------------
 
@@ -948,6 +1049,10 @@ class FairQueue:
                 for race in level.races.values():
                     worst = max(worst, _worst_pair(race))
         return worst
+
+    def tenants(self) -> dict[str, Tenant]:
+        """Those that are remembered, by name."""
+        return {tenant.name: tenant for tier in self._tiers for tenant in tier.accounts}
 
     def snapshot(self) -> list[dict[str, Any]]:
         """Tiers, their groups, and the tenants that are remembered, as plain data. `served_cost` of a tenant is over
@@ -983,21 +1088,40 @@ class FairQueue:
         ticket.tenant.queued += 1
         line.waiting += 1
         line.cost += estimate
+        length = ticket.length
+        line.length += length
         group.waiting += 1
+        group.length += length
         self.waiting += 1
-        if estimate > group.tier.estimate_max:
-            group.tier.estimate_max = estimate
+        self.length += length
+        tier = group.tier
+        tier.cost += estimate
+        if estimate > tier.estimate_max:
+            tier.estimate_max = estimate
         if group.ranking is not None:
             group.ranking.grew(ticket.account)
 
     def _count_out(self, ticket: Ticket, line: _Line) -> None:
         group = line.group
+        estimate, length = ticket.estimate, ticket.length
         ticket.tenant.queued -= 1
         line.waiting -= 1
-        # No rounding may outlive the tickets it came from.
-        line.cost = line.cost - ticket.estimate if line.waiting else 0.0
         group.waiting -= 1
         self.waiting -= 1
+        group.tier.cost -= estimate
+        group.length -= length
+        self.length -= length
+        if line.waiting:
+            line.cost -= estimate
+            line.length -= length
+        else:  # no rounding may outlive the tickets it came from
+            line.cost = line.length = 0.0
+            if not group.waiting:
+                group.length = 0.0
+                if not self.waiting:
+                    self.length = 0.0
+                    for tier in self._tiers:
+                        tier.cost = 0.0
         if group.ranking is not None and group.waiting < group.ranking.waiting_min:
             group.ranking = None
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from evenflow.fleet.registry import Worker
+    from evenflow.observe.why import Rival, Waited
     from evenflow.policy.fairness import Ticket
     from evenflow.request.accept import ClientConnection
     from evenflow.request.relay import WorkerConnection
@@ -28,23 +29,28 @@ if TYPE_CHECKING:
 class Lease:
     """Slots of one worker, held until `give_back`, which may be called on every way out."""
 
-    __slots__ = ("held", "slots", "work", "worker")
+    __slots__ = ("held", "slots", "tokens", "work", "worker")
 
-    def __init__(self, worker: "Worker", slots: int, work: float) -> None:
+    def __init__(self, worker: "Worker", slots: int, work: float, tokens: float) -> None:
         self.worker = worker
         self.slots = slots
         self.work = work
+        self.tokens = tokens
         self.held = True
         worker.in_flight += slots
         worker.work += work
+        worker.tokens += tokens
 
     def give_back(self) -> None:
         if self.held:
             self.held = False
             worker = self.worker
             worker.in_flight -= self.slots
-            # Sums of floats drift; an idle worker has no work.
-            worker.work = worker.work - self.work if worker.in_flight else 0.0
+            if worker.in_flight:
+                worker.work -= self.work
+                worker.tokens -= self.tokens
+            else:  # sums of floats drift; an idle worker has no work
+                worker.work = worker.tokens = 0.0
 
 
 class Call:
@@ -70,11 +76,13 @@ class Call:
         "request",  # decode
         "request_id",
         "reserved",  # enqueue: tokens taken out of the tenant's rate, None when it has none
+        "rivals",  # place: the workers it could have gone to, None when there was no choice
         "route",  # accept: the relayed route, None for what the gateway answers itself
         "shown",  # relay: a byte of the answer was written
         "tenant",  # authenticate
         "ticket",  # enqueue
         "usage",  # relay: what the engine told, None until then
+        "waited",  # enqueue: what it waited for, None when its turn came at once
     )
 
     def __init__(
@@ -108,4 +116,6 @@ class Call:
         self.output_tokens = 0
         self.charge_at = 0
         self.usage: Usage | None = None
+        self.waited: Waited | None = None
+        self.rivals: tuple[Rival, ...] | None = None
         self.ended = False

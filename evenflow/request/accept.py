@@ -283,27 +283,32 @@ class ClientConnection(asyncio.Protocol):
 
     def wait_in_queue(self, limit_s: float | None) -> None:
         """The call waits for its turn; None for one that had its turn before and is waiting for another worker."""
+        now, call = monotonic(), self.call
         if limit_s is None:
             limit_s = self._front.enqueuer.queue_timeout_s
-        now = monotonic()
+            if call is not None and call.head.deadline_s is not None:
+                limit_s = min(limit_s, max(0.0, call.accepted_s + call.head.deadline_s - now))
         self._queue_until = until = now + limit_s
-        comment_s = self._front.timeouts.comment_s
-        if comment_s is not None and comment_s < limit_s and self._streams():
+        comment_s = self._comment_s(call)
+        if comment_s is not None and comment_s < limit_s:
             until = now + comment_s
         self._await(Phase.QUEUED, until)
 
     def wait_for_worker(self, call: Call) -> None:
         """The call's turn has come: its worker's time limits hold now, and a stream is kept alive until it speaks."""
         self._phase = Phase.RUNNING
-        comment_s = self._front.timeouts.comment_s
-        if comment_s is not None and call.request is not None and call.request.stream:
+        comment_s = self._comment_s(call)
+        if comment_s is not None:
             self._await(Phase.RUNNING, self._front.wheel.now + comment_s)
         else:
             self.deadline = inf
 
-    def _streams(self) -> bool:
-        call = self.call
-        return call is not None and call.request is not None and call.request.stream
+    def _comment_s(self, call: Call | None) -> float | None:
+        """Seconds of silence that the call's client may be left in; None for one that is not kept alive."""
+        if call is None or call.request is None or not call.request.stream:
+            return None
+        tenant = call.tenant
+        return self._front.timeouts.comment_s if tenant is None or tenant.comments else None
 
     def _comment(self, call: Call) -> None:
         """Keeps a waiting stream alive. It has begun from here on: what may go wrong is told by an event."""
@@ -697,7 +702,7 @@ class ClientConnection(asyncio.Protocol):
         call = self.call
         if phase is Phase.QUEUED and call is not None:
             if now >= self._queue_until:
-                front.settler.refuse(call, front.enqueuer.timed_out(call))
+                front.settler.refuse(call, front.enqueuer.timed_out(call, now))
             else:
                 self._comment(call)
                 comment_s = front.timeouts.comment_s or inf

@@ -1,28 +1,40 @@
 """Stage 4: a call becomes a ticket in the fair queue, or is refused with a time at which to try again.
 
 Checks what can be checked at once: the model is known and somebody serves it, the tenant's own rate and queue have
-room, the gateway as a whole has room. Refusals cost the caller nothing. Never waits.
+room, the gateway as a whole has room, the call's deadline can be met. Refusals cost the caller nothing. Never waits.
 """
 
 from time import monotonic
 
 from evenflow.config import LimitSettings
 from evenflow.fleet.registry import Registry
-from evenflow.policy.cost import BYTES_PER_TOKEN, CostModel
+from evenflow.observe.why import Waited
+from evenflow.policy.cost import CostModel
 from evenflow.policy.fairness import Ticket
 from evenflow.policy.limits import TenantLimits
+from evenflow.policy.patience import Patience
 from evenflow.request import Call
 from evenflow.request.place import Scheduler
 from evenflow.request.settle import Settler
 from evenflow.wire.faults import CallerError, OverloadError
 
-# Routes whose answer is no generated text: nothing but their input costs.
-WITHOUT_OUTPUT = frozenset(("embeddings", "rerank", "score", "tokenize", "detokenize"))
 RETRY_NO_WORKER_S = 2.0
+# OpenAI's service tiers that ask for less; all others ask for what the key allows.
+LOWEST_TIER = "flex"
 
 
 class Enqueuer:
-    __slots__ = ("_cost", "_queued_max", "_registry", "_scheduler", "_settler", "queue_timeout_s")
+    __slots__ = (
+        "_bytes_max",
+        "_cost",
+        "_queued_max",
+        "_registry",
+        "_request_bytes",
+        "_scheduler",
+        "_settler",
+        "_tiers",
+        "queue_timeout_s",
+    )
 
     def __init__(
         self,
@@ -37,44 +49,105 @@ class Enqueuer:
         self._scheduler = scheduler
         self._cost = cost
         self._settler = settler
+        # Name → index, 0 is the highest.
+        self._tiers = {name: index for index, name in enumerate(scheduler.tier_names())}
         self._queued_max = limits.queued
+        self._bytes_max = limits.queued_bytes
+        # A body of so many bytes counts as one more request in the length of a queue, so that one measure serves both
+        # bounds and whoever fills either is the longest.
+        self._request_bytes = limits.queued_bytes / limits.queued
         self.queue_timeout_s = limits.queue_timeout_s
 
     def enqueue(self, call: Call) -> None:
         """Submits the call's ticket. Raises CallerError or OverloadError, after which nothing is held.
 
         1. Nobody has the model: 404; nobody who has it lives: 503.
-        2. The tenant's rate or its own queue is full: 429.
+        2. The tenant's own queue or its rate is full: 429.
         3. The ticket runs at once, or waits.
-        4. It waits, and the gateway's queue is over its bound: the longest queue per weight of the lowest tier
-           loses its newest, be it this one.
         """
         tenant, request, route = call.tenant, call.request, call.route
         assert tenant is not None and request is not None and route is not None
-        lane = self._registry.lanes.get(request.model)
+        model = request.model
+        lane = self._registry.lanes.get(model)
         if lane is None or not lane.live:  # (1)
-            raise self.unserved(request.model)
-        sequences = request.sequences
-        estimate = self._cost.estimate(
-            tenant.name,
-            request.model,
-            request.prompt_bytes,
-            sequences,
-            request.max_tokens,
-            route.name not in WITHOUT_OUTPUT,
-        )
+            raise self.unserved(model)
+        tier, head = tenant.tier, call.head
+        if head.tier or request.service_tier is not None:
+            tier = self._lowered(tier, head.tier, request.service_tier)
+        sequences, cost = request.sequences, self._cost
+        input_tokens = cost.input_tokens(model, request.prompt_bytes)
+        if route.generates:
+            output_tokens = cost.output_tokens(tenant.name, model, request.max_tokens) * sequences
+            estimate = cost.charge(input_tokens, output_tokens, sequences)
+        else:
+            output_tokens = 0.0
+            estimate = cost.charge(input_tokens, 0.0, request.prompts)
         if tenant.queued_max is not None and tenant.queued >= tenant.queued_max:  # (2)
             raise self._queue_full(call)
         if tenant.limits is not None:
-            self._reserve(call, tenant.limits)
-        call.ticket = ticket = Ticket(tenant, tenant.tier, lane, sequences, estimate, call)
+            self._reserve(call, tenant.limits, input_tokens + output_tokens)
+        call.ticket = ticket = Ticket(tenant, tier, lane, sequences, estimate, call)
+        ticket.tokens = input_tokens + output_tokens
+        ticket.length = 1.0 + len(call.body) / self._request_bytes
         self._scheduler.submit(ticket)  # (3)
         if call.lease is None and not call.ended:
-            client = call.client
-            if client is not None:
-                client.wait_in_queue(self.queue_timeout_s)
-            if self._scheduler.waiting() > self._queued_max:  # (4)
-                self._shed(call, ticket)
+            self._wait(call, ticket)
+
+    def _wait(self, call: Call, ticket: Ticket) -> None:
+        """The call has to wait for its turn.
+
+        1. Its deadline would pass before: refused at once, as long as the pool's rate is known.
+        2. The gateway's queue is over one of its bounds: the longest queue per weight of the lowest tier loses its
+           newest, be it this one, until it is not.
+        """
+        tenant, client = call.tenant, call.client
+        assert tenant is not None
+        ticket.since_s = call.accepted_s
+        pool = ticket.lane.pool
+        queue, rate = pool.queue, pool.rate_or_guess()
+        estimate_s = queue.wait_estimate_s(tenant, ticket.tier, rate)
+        share = queue.share(tenant, ticket.tier)
+        call.waited = Waited(tenant.queued - 1, queue.waiting - 1, share, estimate_s)
+        limit_s = self.queue_timeout_s
+        if tenant.patience is not None:
+            if tenant.queued == 1:
+                tenant.patience = None
+            else:
+                limit_s = tenant.patience.limit_s(limit_s)
+        deadline_s = call.head.deadline_s
+        if deadline_s is not None:
+            if pool.rate > 0.0 and estimate_s > deadline_s:  # (1)
+                self._settler.refuse(call, self._too_late(deadline_s, estimate_s))
+                return
+            limit_s = min(limit_s, deadline_s)
+        if client is not None:
+            client.wait_in_queue(limit_s)
+        while self._scheduler.waiting() > self._queued_max or self._bytes() > self._bytes_max:  # (2)
+            if not self._shed(ticket):
+                break
+
+    def _bytes(self) -> float:
+        """Bytes of all bodies that wait."""
+        return (self._scheduler.length() - self._scheduler.waiting()) * self._request_bytes
+
+    def _lowered(self, tier: int, asked: str, service_tier: str | None) -> int:
+        """The tier that a call asks for if it is lower than its tenant's; a higher one is no mistake, but not given."""
+        if asked:
+            index = self._tiers.get(asked)
+            if index is None:
+                raise CallerError(
+                    f"The header x-evenflow-tier names a tier that does not exist here. Use one of "
+                    f"{', '.join(self._tiers)}, or leave it out.",
+                    param="x-evenflow-tier",
+                )
+            tier = max(tier, index)
+        if service_tier is not None:
+            index = self._tiers.get(service_tier)
+            if index is None and service_tier == LOWEST_TIER:
+                index = len(self._tiers) - 1
+            if index is not None:
+                tier = max(tier, index)
+        return tier
 
     def unserved(self, model: str) -> CallerError | OverloadError:
         """Why nobody takes a call for this model now."""
@@ -95,11 +168,19 @@ class Enqueuer:
             status=404,
         )
 
-    def timed_out(self, call: Call) -> OverloadError:
+    def timed_out(self, call: Call, now: float) -> OverloadError:
         """What a call is told that waited as long as it may."""
+        tenant, deadline_s = call.tenant, call.head.deadline_s
+        waited_s = now - call.accepted_s
+        if deadline_s is not None and waited_s >= deadline_s:
+            return self._too_late(deadline_s, self._wait_s(call))
+        if tenant is not None:
+            if tenant.patience is None:
+                tenant.patience = Patience()
+            tenant.patience.waited_in_vain(now, self.queue_timeout_s)
         return OverloadError(
-            f"The request waited {self.queue_timeout_s:g} s in the queue without its turn coming. Try again later, "
-            "or ask the operator for more workers or weight.",
+            f"The request waited {waited_s:.0f} s in the queue without its turn coming. Try again later, or ask the "
+            "operator for more workers or weight.",
             status=503,
             code="overloaded",
             retry_after_s=self._wait_s(call),
@@ -110,11 +191,17 @@ class Enqueuer:
         assert call.request is not None
         self._settler.refuse(call, self.unserved(call.request.model))
 
-    def _reserve(self, call: Call, limits: TenantLimits) -> None:
+    def _too_late(self, deadline_s: float, estimate_s: float) -> OverloadError:
+        return OverloadError(
+            f"The turn of this request would come after its deadline of {deadline_s * 1e3:.0f} ms "
+            "(x-evenflow-deadline-ms). Try again when Retry-After says, or with a later deadline.",
+            status=503,
+            code="overloaded",
+            retry_after_s=estimate_s,
+        )
+
+    def _reserve(self, call: Call, limits: TenantLimits, tokens: float) -> None:
         """Takes the call's tokens out of its tenant's rate, as many as it is thought to use. Settle corrects it."""
-        request = call.request
-        assert request is not None
-        tokens = request.prompt_bytes / BYTES_PER_TOKEN + (request.max_tokens or 0) * request.sequences
         refused = limits.reserve(monotonic(), tokens)
         if refused is not None:
             raise OverloadError(
@@ -135,23 +222,27 @@ class Enqueuer:
 
     def _wait_s(self, call: Call) -> float:
         """Seconds until the call's tenant has been served what it has waiting now."""
-        tenant, request = call.tenant, call.request
+        tenant, request, ticket = call.tenant, call.request, call.ticket
         lane = self._registry.lanes.get(request.model) if request is not None else None
         if tenant is None or lane is None:
             return 1.0
         pool = lane.pool
-        return pool.queue.wait_estimate_s(tenant, tenant.tier, pool.rate_or_guess())
+        tier = tenant.tier if ticket is None else ticket.tier
+        return pool.queue.wait_estimate_s(tenant, tier, pool.rate_or_guess())
 
-    def _shed(self, call: Call, ticket: Ticket) -> None:
+    def _shed(self, ticket: Ticket) -> bool:
+        """Refuses one that waits; False when nothing of this ticket's tier or a lower one does."""
         victim = ticket.lane.pool.queue.shed(ticket.tier)
-        if victim is not None:
-            loser: Call = victim.call
-            self._settler.refuse(
-                loser,
-                OverloadError(
-                    "The gateway's queue is full, and yours is its longest for your weight. Try again later.",
-                    status=503,
-                    code="overloaded",
-                    retry_after_s=self._wait_s(loser),
-                ),
-            )
+        if victim is None:
+            return False
+        loser: Call = victim.call
+        self._settler.refuse(
+            loser,
+            OverloadError(
+                "The gateway's queue is full, and yours is its longest for your weight. Try again later.",
+                status=503,
+                code="overloaded",
+                retry_after_s=self._wait_s(loser),
+            ),
+        )
+        return True

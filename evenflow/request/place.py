@@ -7,10 +7,11 @@ relay is handed a lease. The seam is message-shaped: `submit`, `cancel`, `give_b
 """
 
 from collections.abc import Callable, Iterable
-from time import perf_counter
+from time import monotonic, perf_counter
 
 from evenflow.fleet.registry import Lane, Registry, Worker
 from evenflow.observe.metrics import Histogram
+from evenflow.observe.why import rivals_of
 from evenflow.policy.fairness import FairQueue, Tenant, Ticket, Tier
 from evenflow.policy.placement import Placement
 from evenflow.request import Call, Lease
@@ -58,7 +59,16 @@ class Scheduler:
         self.start: Callable[[Call, Lease], None]
         self.no_worker: Callable[[Call], None]
         registry.on_lanes_changed = self.regroup
-        registry.on_live = self.worker_live
+        registry.on_room = self.worker_has_room
+        self._ages = any(tier.max_wait_s is not None for tier in tiers)
+
+    def models_of(self, pool: Pool) -> list[str]:
+        """Every name that callers may use for something the pool runs."""
+        return [model for model, lane in self._registry.lanes.items() if lane.pool is pool]
+
+    def tier_names(self) -> list[str]:
+        """From the highest to the lowest."""
+        return [tier.name for tier in self._tiers]
 
     # -- messages in ---------------------------------------------------------------------------------------------
 
@@ -68,9 +78,10 @@ class Scheduler:
         pool = lane.pool
         queue = pool.queue
         if not queue.waiting:
-            index = self._placement.choose(lane.workers, ticket.slots)
+            workers = lane.workers if not lane.bounded else with_memory(lane.workers, ticket)
+            index = self._placement.choose(workers, ticket.slots)
             if index >= 0 and queue.start_now(ticket):
-                self._grant(ticket, lane.workers[index])
+                self._grant(ticket, workers, index)
                 return
         queue.submit(ticket)
         self._dispatch(pool)
@@ -126,7 +137,7 @@ class Scheduler:
 
     # -- what the fleet tells ------------------------------------------------------------------------------------
 
-    def worker_live(self, worker: Worker) -> None:
+    def worker_has_room(self, worker: Worker) -> None:
         for pool in self.pools:
             if pool.queue.waiting and any(worker in lane.workers for lane in pool.lanes):
                 self._dispatch(pool)
@@ -152,14 +163,19 @@ class Scheduler:
             if lane is None:
                 self.no_worker(call)
             else:
-                call.ticket = Ticket(ticket.tenant, ticket.tier, lane, ticket.slots, ticket.estimate, call)
-                self.submit(call.ticket)
+                call.ticket = moved = Ticket(
+                    ticket.tenant, ticket.tier, lane, ticket.slots, ticket.estimate, call
+                )
+                moved.tokens, moved.length, moved.since_s = ticket.tokens, ticket.length, ticket.since_s
+                self.submit(moved)
 
     def each_second(self) -> None:
         """Takes the rates, and refuses what waits for a lane that has no live worker left."""
         for pool in self.pools:
             pool.rate += RATE_STEP * (pool.served - pool.rate) if pool.rate else pool.served
             pool.served = 0.0
+            if self._ages and pool.queue.waiting and pool.queue.promote(monotonic()):
+                self._dispatch(pool)
             if pool.queue.waiting:
                 for lane in pool.lanes:
                     if not lane.live:
@@ -167,7 +183,11 @@ class Scheduler:
                             self.no_worker(ticket.call)
 
     def waiting(self) -> int:
-        return sum(pool.queue.waiting for pool in self.pools)
+        return sum([pool.queue.waiting for pool in self.pools])
+
+    def length(self) -> float:
+        """The lengths of all that waits together: see `Ticket.length`."""
+        return sum([pool.queue.length for pool in self.pools])
 
     # -- decisions -----------------------------------------------------------------------------------------------
 
@@ -195,34 +215,47 @@ class Scheduler:
                 if index >= 0:  # (1)
                     queue.start(ticket)
                     self._decisions.observe(perf_counter() - began)
-                    self._grant(ticket, workers[index])
-                elif lanes is None:  # (2)
+                    self._grant(ticket, workers, index)
+                    continue
+                for learned in lane.learners:
+                    learned.reached = True
+                if lanes is None:  # (2)
                     break
-                else:
-                    lanes.remove(lane)
-                    if not lanes:
-                        break
+                lanes.remove(lane)
+                if not lanes:
+                    break
         finally:
             pool.running = False
 
     @staticmethod
     def _candidates(ticket: Ticket, lane: Lane) -> tuple[Worker, ...]:
-        """The lane's workers, without the one that has just failed this call if there is another."""
+        """The lane's workers with the memory, without the one that has just failed this call if there is another."""
         call: Call = ticket.call
         failed_on = call.failed_on
         if failed_on is not None:
             others = tuple(worker for worker in lane.workers if worker is not failed_on)
             if any(worker.live for worker in others):
-                return others
-        return lane.workers
+                return with_memory(others, ticket) if lane.bounded else others
+        return with_memory(lane.workers, ticket) if lane.bounded else lane.workers
 
-    def _grant(self, ticket: Ticket, worker: Worker) -> None:
+    def _grant(self, ticket: Ticket, workers: tuple[Worker, ...], index: int) -> None:
+        worker = workers[index]
         slots = ticket.slots
         if slots > worker.slots:
             slots = worker.slots
         call: Call = ticket.call
-        call.lease = lease = Lease(worker, slots, ticket.estimate)
+        if len(workers) > 1:
+            call.rivals = rivals_of(workers)
+        call.lease = lease = Lease(worker, slots, ticket.estimate, ticket.tokens)
         self.start(call, lease)
+
+
+def with_memory(workers: tuple[Worker, ...], ticket: Ticket) -> tuple[Worker, ...]:
+    """Those that can hold the ticket's tokens beside what they run. One that runs nothing may try whatever it is."""
+    tokens = ticket.tokens
+    return tuple(
+        [worker for worker in workers if worker.tokens + tokens <= worker.tokens_max or not worker.in_flight]
+    )
 
 
 def connected(lanes: Iterable[Lane]) -> list[tuple[Lane, ...]]:

@@ -23,7 +23,8 @@ import msgspec
 from evenflow.config import TimeoutSettings
 from evenflow.fleet.registry import Registry, Worker
 from evenflow.observe.metrics import Metrics
-from evenflow.policy.cost import BYTES_PER_TOKEN, CostModel
+from evenflow.observe.why import why_line
+from evenflow.policy.cost import CostModel
 from evenflow.policy.retry import RetryBudget
 from evenflow.request import Call, Lease
 from evenflow.request.place import Scheduler
@@ -33,6 +34,7 @@ from evenflow.wire.answer import Answer, Head, LateAnswer, PlainAnswer, StreamAn
 from evenflow.wire.faults import Fault, WorkerError
 from evenflow.wire.http import AnswerHead, HeadMemo, memo_of
 from evenflow.wire.openai import splice, usage_of
+from evenflow.wire.ratelimit import rate_limit_lines
 
 log = logging.getLogger("evenflow.relay")
 
@@ -211,6 +213,12 @@ class Relay:
         request, route, client = call.request, call.route, call.client
         assert request is not None and route is not None and client is not None
         origin, name = call.head.origin, worker.aliases.get(request.model)
+        extra = b"" if origin is None else client.cors(origin)
+        limits = call.tenant.limits if call.tenant is not None else None
+        if limits is not None:
+            extra += rate_limit_lines(limits, monotonic())
+        if call.head.why:
+            extra += why_line(call.waited, call.rivals, worker.name)
         answer_head = Head(
             b"%bx-request-id: %b\r\n%bx-evenflow-queue-ms: %d\r\n%b"
             % (
@@ -218,7 +226,7 @@ class Relay:
                 call.request_id,
                 worker.name_line,
                 (call.dispatched_s - call.accepted_s) * 1e3,
-                b"" if origin is None else client.cors(origin),
+                extra,
             ),
             http11=call.head.http11,
             keep_alive=call.keep_alive and not self.draining,
@@ -240,7 +248,7 @@ class Relay:
         call.charge_at = call.output_tokens + CHARGE_STEP
         ticket, request = call.ticket, call.request
         if ticket is not None and request is not None:
-            input_tokens = int(request.prompt_bytes / BYTES_PER_TOKEN)
+            input_tokens = int(self._cost.input_tokens(request.model, request.prompt_bytes))
             cost = self._cost.actual(input_tokens, 0, call.output_tokens, request.sequences)
             self._scheduler.progress(ticket, cost)
 
@@ -429,6 +437,7 @@ class WorkerConnection(asyncio.Protocol):
             or asked.origin is not None
             or not (asked.http11 and call.keep_alive)
             or call.opened
+            or asked.why
             or relay.draining
         ):
             self._head = head
@@ -438,14 +447,17 @@ class WorkerConnection(asyncio.Protocol):
             return
         relay.registry.answered(worker)
         call.usage = usage_of(body)
-        call.first_byte_s = monotonic()
+        call.first_byte_s = now = monotonic()
+        tenant = call.tenant
+        limits = tenant.limits if tenant is not None else None
         client.write(
-            b"%bx-request-id: %b\r\n%bx-evenflow-queue-ms: %d\r\ncontent-length: %d\r\n\r\n%b"
+            b"%bx-request-id: %b\r\n%bx-evenflow-queue-ms: %d\r\n%bcontent-length: %d\r\n\r\n%b"
             % (
                 head.start,
                 call.request_id,
                 worker.name_line,
                 (call.dispatched_s - call.accepted_s) * 1e3,
+                b"" if limits is None else rate_limit_lines(limits, now),
                 len(body),
                 body,
             )

@@ -10,19 +10,21 @@ from time import monotonic
 
 from evenflow.observe.access_log import AccessLog, never_ran_line, ran_line
 from evenflow.observe.metrics import OTHER, Metrics
-from evenflow.policy.cost import BYTES_PER_TOKEN, CostModel
+from evenflow.observe.why import Recent, why_line
+from evenflow.policy.cost import CostModel
 from evenflow.request import Call
 from evenflow.request.place import Scheduler
 from evenflow.wire.answer import last_event
 from evenflow.wire.faults import Fault, error_body, retry_after_value
 from evenflow.wire.openai import Usage
+from evenflow.wire.ratelimit import rate_limit_lines
 
 CLIENT_GONE = 499
 NOTHING = Usage(0, 0, 0)
 
 
 class Settler:
-    __slots__ = ("_access_log", "_clock_offset", "_cost", "_metrics", "_scheduler", "live")
+    __slots__ = ("_access_log", "_clock_offset", "_cost", "_metrics", "_scheduler", "live", "recent")
 
     def __init__(self, scheduler: Scheduler, cost: CostModel, metrics: Metrics, access_log: AccessLog) -> None:
         self._scheduler = scheduler
@@ -31,8 +33,9 @@ class Settler:
         self._access_log = access_log
         # Wall-clock time of monotonic zero; taken anew now and then by the gateway.
         self._clock_offset = time.time() - monotonic()
-        # Calls begun and not ended.
+        # Calls begun and not ended, and those that ended last.
         self.live = 0
+        self.recent = Recent()
 
     def each_second(self) -> None:
         self._clock_offset = time.time() - monotonic()
@@ -51,6 +54,11 @@ class Settler:
                 extra = b"allow: %b\r\n" % fault.allow.encode("ascii")
             elif fault.status == 401:
                 extra = b"www-authenticate: Bearer\r\n"
+            tenant = call.tenant
+            if tenant is not None and tenant.limits is not None:
+                extra += rate_limit_lines(tenant.limits, monotonic())
+            if call.head.why:
+                extra += why_line(call.waited, call.rivals, None)
             client.answer(call, fault.status, b"application/json", error_body(fault), extra)
 
     def unrecorded(self, call: Call) -> None:
@@ -86,10 +94,8 @@ class Settler:
         began = call.accepted_s
         error = None if fault is None else fault.code
         if lease is None:
-            self._access_log.write(
-                never_ran_line(
-                    now + self._clock_offset, call.request_id, series.log_names, status, outcome, now - began, error
-                )
+            line = never_ran_line(
+                now + self._clock_offset, call.request_id, series.log_names, status, outcome, now - began, error
             )
         else:
             series.input_tokens += usage.input_tokens
@@ -101,24 +107,26 @@ class Settler:
             first = call.first_byte_s - began if call.first_byte_s else -1.0
             if first >= 0.0:
                 times.first_token.observe(first)
-            self._access_log.write(
-                ran_line(
-                    now + self._clock_offset,
-                    call.request_id,
-                    series.log_names,
-                    status,
-                    outcome,
-                    lease.worker.log_name,
-                    call.dispatched_s - began,
-                    first,
-                    now - began,
-                    usage.input_tokens,
-                    usage.cached_tokens,
-                    usage.output_tokens,
-                    cost,
-                    error,
-                )
+                if lease.worker.learns_by_first_token and request is not None and request.stream:
+                    lease.worker.first_token(call.first_byte_s - call.dispatched_s)
+            line = ran_line(
+                now + self._clock_offset,
+                call.request_id,
+                series.log_names,
+                status,
+                outcome,
+                lease.worker.log_name,
+                call.dispatched_s - began,
+                first,
+                now - began,
+                usage.input_tokens,
+                usage.cached_tokens,
+                usage.output_tokens,
+                cost,
+                error,
             )
+        self._access_log.write(line)
+        self.recent.add(line, call.waited, call.rivals)
         call.ticket = None
         call.connection = None
 
@@ -130,8 +138,8 @@ class Settler:
         3. Answered with an error, or failed before anything came: nothing was computed that one could bill.
         4. Else what was relayed, and the prompt by its size.
         """
-        ticket, lease, request = call.ticket, call.lease, call.request
-        if ticket is None or request is None:
+        ticket, lease, request, route = call.ticket, call.lease, call.request, call.route
+        if ticket is None or request is None or route is None:
             return NOTHING, 0.0
         if lease is None:  # (1)
             self._scheduler.cancel(ticket)
@@ -141,8 +149,11 @@ class Settler:
             if status >= 400 and outcome != b"cancelled" and not call.output_tokens:  # (3)
                 self._scheduler.finish(ticket, lease, 0.0)
                 return NOTHING, 0.0
-            usage = Usage(int(request.prompt_bytes / BYTES_PER_TOKEN), 0, call.output_tokens)  # (4)
-        sequences = request.sequences
+            input_tokens = int(model.input_tokens(request.model, request.prompt_bytes))
+            usage = Usage(input_tokens, 0, call.output_tokens)  # (4)
+        elif usage.input_tokens:
+            model.learn_ratio(request.model, request.prompt_bytes, usage.input_tokens)
+        sequences = request.sequences if route.generates else request.prompts
         output_tokens = usage.output_tokens
         if sequences > 1 and call.output_tokens > output_tokens:
             # Some engines tell the usage of one choice where several ran; what was counted is nearer the truth.

@@ -10,6 +10,7 @@ import hmac
 from evenflow.config import Settings
 from evenflow.policy.fairness import Tenant
 from evenflow.policy.limits import TenantLimits
+from evenflow.policy.patience import Patience
 
 ANONYMOUS = "anonymous"
 
@@ -17,7 +18,7 @@ ANONYMOUS = "anonymous"
 class Member(Tenant):
     """A tenant as the request path knows it: its place in the schedule and its limits."""
 
-    __slots__ = ("limits", "tier")
+    __slots__ = ("comments", "limits", "patience", "tier")
 
     def __init__(
         self,
@@ -29,11 +30,16 @@ class Member(Tenant):
         concurrency: int | None = None,
         queued_max: int | None = None,
         limits: TenantLimits | None = None,
+        comments: bool = True,
     ) -> None:
         super().__init__(name, group, weight, concurrency=concurrency, queued_max=queued_max)
         self.tier = tier
         # None costs nothing per request; most tenants have no rate limit.
         self.limits = limits
+        # Whether its waiting streams are kept alive by comments.
+        self.comments = comments
+        # From its first request that waited in vain until its queue has run empty; written by enqueue.
+        self.patience: Patience | None = None
 
 
 class Directory:
@@ -64,6 +70,7 @@ class Directory:
                 concurrency=limits.concurrency,
                 queued_max=limits.queued,
                 limits=rates,
+                comments=tenant.comments,
             )
             self.members.append(member)
             for digest in tenant.keys:

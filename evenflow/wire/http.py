@@ -25,6 +25,9 @@ class Kind(IntEnum):
     ORIGIN = 7
     FORWARDED = 8
     HOST = 9
+    TIER = 10
+    DEADLINE = 11
+    WHY = 12
 
 
 REQUEST_HEADERS: Final[dict[bytes, Kind]] = {
@@ -51,9 +54,10 @@ REQUEST_HEADERS: Final[dict[bytes, Kind]] = {
     b"referer": Kind.DROP,
     # The bytes of an answer are scanned for usage, so a worker must not compress them.
     b"accept-encoding": Kind.DROP,
-    b"x-evenflow-tier": Kind.DROP,
+    b"x-evenflow-tier": Kind.TIER,
     b"x-evenflow-session": Kind.DROP,
-    b"x-evenflow-deadline-ms": Kind.DROP,
+    b"x-evenflow-deadline-ms": Kind.DEADLINE,
+    b"x-evenflow-why": Kind.WHY,
     b"x-forwarded-for": Kind.FORWARDED,
     b"forwarded": Kind.FORWARDED,
 }
@@ -73,6 +77,14 @@ ANSWER_HEADERS_MADE_NEW: Final[frozenset[bytes]] = frozenset(
         b"x-request-id",
         b"x-evenflow-worker",
         b"x-evenflow-queue-ms",
+        b"x-evenflow-why",
+        # A worker's limits are on the gateway's credential, not on the caller's.
+        b"x-ratelimit-limit-requests",
+        b"x-ratelimit-limit-tokens",
+        b"x-ratelimit-remaining-requests",
+        b"x-ratelimit-remaining-tokens",
+        b"x-ratelimit-reset-requests",
+        b"x-ratelimit-reset-tokens",
         b"access-control-allow-origin",
         b"access-control-allow-credentials",
         b"access-control-expose-headers",
@@ -124,7 +136,9 @@ def cors_headers(origin: bytes, allowed: frozenset[bytes]) -> bytes:
         return b""
     return (
         b"access-control-allow-origin: %s\r\n"
-        b"access-control-expose-headers: x-request-id, x-evenflow-worker, x-evenflow-queue-ms, retry-after\r\n"
+        b"access-control-expose-headers: x-request-id, x-evenflow-worker, x-evenflow-queue-ms, x-evenflow-why, "
+        b"retry-after, x-ratelimit-limit-requests, x-ratelimit-remaining-requests, x-ratelimit-reset-requests, "
+        b"x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens\r\n"
         b"vary: origin\r\n" % shown
     )
 
@@ -132,7 +146,8 @@ def cors_headers(origin: bytes, allowed: frozenset[bytes]) -> bytes:
 PREFLIGHT: Final = (
     b"access-control-allow-methods: GET, POST, HEAD, OPTIONS\r\n"
     b"access-control-allow-headers: authorization, content-type, x-api-key, x-request-id, traceparent, "
-    b"x-evenflow-tier, x-evenflow-session, x-evenflow-deadline-ms, openai-organization, openai-project, "
+    b"x-evenflow-tier, x-evenflow-session, x-evenflow-deadline-ms, x-evenflow-why, "
+    b"openai-organization, openai-project, "
     b"x-stainless-arch, x-stainless-lang, x-stainless-os, x-stainless-package-version, x-stainless-retry-count, "
     b"x-stainless-runtime, x-stainless-runtime-version, x-stainless-timeout, x-stainless-helper-method, "
     b"x-stainless-async, anthropic-version, anthropic-beta\r\n"
@@ -193,6 +208,7 @@ class RequestHead:
         "api_key",  # of x-api-key, None without one
         "bearer",  # of Authorization: Bearer, None without one
         "content_length",  # -1 without one
+        "deadline_s",  # from the whole request on; None without one
         "expects_continue",
         "forward",  # header lines that travel on to the worker, in one piece
         "forwarded",  # a proxy stands between the caller and us
@@ -203,6 +219,8 @@ class RequestHead:
         "path",
         "query",  # with its leading "?", or empty
         "request_id",  # the caller's own, empty without a sound one
+        "tier",  # name of the tier that the caller wants to be lowered to, empty without one
+        "why",  # the caller wants to be told what it waited for
     )
 
     def __init__(self, method: bytes, path: bytes, query: bytes, *, http11: bool, keep_alive: bool) -> None:
@@ -219,6 +237,9 @@ class RequestHead:
         self.request_id = b""
         self.content_length = -1
         self.expects_continue = False
+        self.tier = ""
+        self.deadline_s: float | None = None
+        self.why = False
 
     def read_headers(self, headers: list[tuple[bytes, bytes]]) -> None:
         """Sorts the headers into what travels on and what the gateway itself must know. Raises CallerError."""
@@ -247,6 +268,12 @@ class RequestHead:
                 forward.append((lower, value))
             elif kind is Kind.CONNECTION:
                 hops |= nominated_hop_headers(value)
+            elif kind is Kind.TIER:
+                self.tier = value.decode("utf-8", "replace")
+            elif kind is Kind.DEADLINE:
+                self.deadline_s = deadline_s(value)
+            elif kind is Kind.WHY:
+                self.why = value not in (b"0", b"false", b"")
         self.forward = b"".join([b"%b: %b\r\n" % pair for pair in forward if pair[0] not in hops])
         if len(headers) > HEADERS_MAX:
             raise CallerError(f"More than {HEADERS_MAX} headers. Send fewer.", status=431)
@@ -258,6 +285,17 @@ def bearer_key(value: bytes) -> bytes:
     """The key of an Authorization header; another scheme than Bearer carries none that could be right."""
     scheme, _, key = value.partition(b" ")
     return key.strip() if scheme.lower() == b"bearer" else value
+
+
+def deadline_s(value: bytes) -> float:
+    """Seconds of an x-evenflow-deadline-ms header: a whole number of milliseconds, more than 0."""
+    if not value.isdigit() or len(value) > LENGTH_DIGITS_MAX or not int(value):
+        raise CallerError(
+            "The header x-evenflow-deadline-ms must be a whole number of milliseconds, more than 0. Send for how long "
+            "the answer may wait for its turn, such as 5000.",
+            param="x-evenflow-deadline-ms",
+        )
+    return int(value) / 1e3
 
 
 def _agreeing(earlier: bytes | None, value: bytes) -> bytes:

@@ -57,6 +57,8 @@ class Route(Struct, frozen=True):
     usage_option: bool = False
     # Whether a body may leave the model out.
     model_optional: bool = False
+    # Whether text is produced; else nothing but the input costs.
+    generates: bool = True
 
 
 ROUTES: dict[bytes, Route] = {
@@ -64,15 +66,18 @@ ROUTES: dict[bytes, Route] = {
     for route in (
         Route("chat/completions", b"/v1/chat/completions", "chat", usage_option=True),
         Route("completions", b"/v1/completions", "completions", usage_option=True),
-        Route("embeddings", b"/v1/embeddings", "embeddings"),
+        Route("embeddings", b"/v1/embeddings", "embeddings", generates=False),
         Route("responses", b"/v1/responses", "responses"),
         Route("messages", b"/v1/messages", "messages"),
-        Route("rerank", b"/v1/rerank", "other"),
-        Route("score", b"/v1/score", "other"),
-        Route("tokenize", b"/tokenize", "other", model_optional=True),
-        Route("detokenize", b"/detokenize", "other", model_optional=True),
+        Route("rerank", b"/v1/rerank", "other", generates=False),
+        Route("score", b"/v1/score", "other", generates=False),
+        Route("tokenize", b"/tokenize", "other", model_optional=True, generates=False),
+        Route("detokenize", b"/detokenize", "other", model_optional=True, generates=False),
     )
 }
+# What older services called these routes.
+ROUTES[b"/completions"] = ROUTES[b"/v1/completions_qos"] = ROUTES[b"/v1/completions"]
+ROUTES[b"/v1/chat/completions_qos"] = ROUTES[b"/v1/chat/completions"]
 
 
 class Request(Struct, gc=False):
@@ -95,6 +100,10 @@ class Request(Struct, gc=False):
     stream_options_present: bool
     user: str | None
     api_key: str | None
+    # OpenAI's name for a tier.
+    service_tier: str | None = None
+    # As older services name a user; None without one.
+    user_id: str | None = None
 
 
 class Usage(Struct, gc=False, frozen=True):
@@ -138,6 +147,8 @@ class _Body(Struct, gc=False):
     stream: bool | None = None
     user: str | None = None
     api_key: str | None = None
+    service_tier: str | None = None
+    user_id: Raw = _NULL
     seed: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -185,6 +196,7 @@ class _MessagesBody(_Body, gc=False):
     max_tokens: int | None = None
 
 
+_text = msgspec.json.Decoder(str)
 _logit_bias = msgspec.json.Decoder(dict[str, float])
 _prompt_list = msgspec.json.Decoder(list[str | int | list[int]])
 _input_list = msgspec.json.Decoder(list[str | int | list[int] | _Object])
@@ -192,7 +204,7 @@ _input_list = msgspec.json.Decoder(list[str | int | list[int] | _Object])
 # Fields that must not stand in a body twice: one reader would take the first, another the last.
 _DECIDING = frozenset(
     {"model", "messages", "prompt", "input", "stream", "stream_options", "n", "best_of", "seed"}
-    | {"max_tokens", "max_completion_tokens", "max_output_tokens", "user", "api_key"}
+    | {"max_tokens", "max_completion_tokens", "max_output_tokens", "user", "api_key", "service_tier", "user_id"}
 )
 
 # What a field must be, for messages. {n_max} is filled in.
@@ -202,6 +214,7 @@ _RIGHT = {
     "stream": "true or false",
     "user": "a string",
     "api_key": "a string",
+    "service_tier": "a string, such as auto, default or flex",
     "seed": "a whole number that fits in 64 bits",
     "n": "a whole number from 1 to {n_max}",
     "best_of": "a whole number from 1 to {n_max}",
@@ -334,6 +347,8 @@ def _sampled_request(fields: _Sampled, n_max: int, prompts: int, prompt_bytes: i
         options is not UNSET,
         fields.user,
         fields.api_key,
+        fields.service_tier,
+        None if fields.user_id is _NULL else _user_id(fields.user_id),
     )
 
 
@@ -352,6 +367,8 @@ def _plain_request(fields: _Body, limit: int | None, prompts: int, prompt_bytes:
         False,
         fields.user,
         fields.api_key,
+        fields.service_tier,
+        None if fields.user_id is _NULL else _user_id(fields.user_id),
     )
 
 
@@ -375,6 +392,14 @@ def _check_logit_bias(bias: Raw) -> None:
 
 def _is_null(raw: Raw) -> bool:
     return memoryview(raw)[0] == _N
+
+
+def _user_id(raw: Raw) -> str | None:
+    """A user_id is a label that only older services give a meaning, so nothing but text is taken for one."""
+    try:
+        return _text.decode(raw)
+    except _UNREADABLE:
+        return None
 
 
 def _limit(value: int | None, name: str) -> int | None:

@@ -101,7 +101,7 @@ log: {level: debug, access: off}
         "https://engine.example.org",
         "engine.example.org:443",
         None,
-        32,
+        "auto",
     )
     alice, bob = settings.tenants
     assert alice.keys == (key_digest("sk-alice"),) == (key_digest(b"sk-alice"),)
@@ -267,8 +267,8 @@ def tenant(rest):
         ("workers: [{slots: 1}]", "workers[0].url: is required"),
         (worker("models: []"), "workers[0].models: must not be empty; leave it out for its default"),
         (worker("models: m"), "workers[0].models: must be a list, is text"),
-        (worker("slots: 0"), "workers[0].slots: must be at least 1, is 0"),
-        (worker("slots: Auto"), "workers[0].slots: must be a whole number, is text"),
+        (worker("slots: 0"), "workers[0].slots: must be a whole number from 1 to 100,000, or auto"),
+        (worker("slots: Auto"), "workers[0].slots: must be a whole number from 1 to 100,000, or auto"),
         (worker("aliases: [a]"), "workers[0].aliases: must be a mapping, such as {name: value}, is a list"),
         (
             worker("name: 'a b'"),
@@ -593,7 +593,6 @@ def test_a_secret_is_shown_by_reveal_alone():
         ("listen: {port: 1}", "no worker is configured"),
         ("auth: {anonymous: false}\nworkers: [{url: 'http://h:1'}]", "every request gets 401"),
         ("tenants: [{name: a}]\nworkers: [{url: 'http://h:1'}]", "tenant 'a' has no keys"),
-        ("workers: [{url: 'http://h:1', slots: auto}]", "auto does not learn yet"),
     ],
 )
 def test_what_is_probably_not_meant_is_a_warning(configuration, text, words):

@@ -463,6 +463,7 @@ def test_a_known_answer_goes_the_same_way(stages: Maker, body: bytes, cut: int) 
     assert memo is not None and memo.match(data) > 0  # it is the short cut that is tested
     # and as on a connection that knows no head
     first = stages()
+    first.gateway._settler._cost = stage.gateway._settler._cost  # and has learned the same
     first.say(request())
     first.reply(data)
     stage.say(request())

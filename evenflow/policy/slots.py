@@ -1,0 +1,100 @@
+"""How many sequences a worker should run at once, learned from what the engine tells or shows.
+
+A request is scheduled fairly only while it waits in the gateway: one too many in the engine waits in the engine's own
+queue, in no order of ours, and one too few leaves the engine idle. So the limit follows the engine's waiting queue:
+
+    a report with waiting > 1     limit -= (waiting - 1) / 2
+    else, if the limit was reached since the last report     limit += 1
+    within [SLOTS_MIN, the engine's maximum]
+
+An engine that keeps one or two waiting is never idle, and what waits there is too little to disturb the schedule. A
+worker whose reports have stopped keeps its limit. One that never reported is led by its time to first token instead,
+after TCP Vegas (Brakmo and Peterson, 1995): while the median of a window stays near the best that was seen the limit
+may grow, and when it has doubled the engine is taken to queue.
+
+Never waits, never reads a clock: `now` is an argument, in seconds of any clock that does not go backwards.
+"""
+
+from statistics import median
+
+SLOTS_START = 32
+SLOTS_MIN = 4
+# Where the engine does not tell how many sequences it batches at most.
+SLOTS_MAX = 1024
+# A report older than this says nothing about now.
+REPORT_STALE_S = 2.0
+# First tokens in a window, and how much slower than the best window one is that shows queueing.
+WINDOW = 16
+GREW = 2.0
+# Below this a difference between times to first token is noise of the network and not a queue.
+NOISE_S = 0.05
+# How far the limit falls when first tokens show queueing; the best window fades so that a changed load is learned.
+BACK_OFF = 0.9
+FADE = 1.02
+# The part of the KV cache that running requests may be expected to fill.
+KV_SHARE = 0.95
+
+
+class LearnedSlots:
+    """One worker's limit. Whoever writes the limit to the worker does so when a method returns True."""
+
+    __slots__ = ("_best_s", "_first_tokens", "_limit", "_maximum", "reached", "reported_s")
+
+    def __init__(self, start: int = SLOTS_START, maximum: int = SLOTS_MAX) -> None:
+        self._maximum = maximum
+        self._limit = float(min(start, maximum))
+        # Set by the scheduler when a ticket found no room because of this limit; cleared by each decision.
+        self.reached = False
+        # When the last report came; None for a worker that never reported.
+        self.reported_s: float | None = None
+        self._first_tokens: list[float] = []
+        self._best_s: float | None = None
+
+    @property
+    def limit(self) -> int:
+        return int(self._limit)
+
+    @property
+    def maximum(self) -> int:
+        return self._maximum
+
+    def learn_maximum(self, maximum: int) -> bool:
+        """The engine told how many sequences it batches at most."""
+        self._maximum = max(1, maximum)
+        return self._set(self._limit)
+
+    def report(self, now: float, waiting: float) -> bool:
+        """The engine told how many requests wait in its own queue. True when the limit has changed."""
+        self.reported_s = now
+        reached, self.reached = self.reached, False
+        if waiting > 1.0:
+            return self._set(self._limit - (waiting - 1.0) / 2.0)
+        return self._set(self._limit + 1.0) if reached else False
+
+    def first_token(self, took_s: float) -> bool:
+        """A request had its first token so long after it was sent. True when the limit has changed.
+
+        Does nothing for a worker that reports, also while its reports are stale.
+        """
+        if self.reported_s is not None:
+            return False
+        window = self._first_tokens
+        window.append(took_s)
+        if len(window) < WINDOW:
+            return False
+        middle = median(window)
+        window.clear()
+        reached, self.reached = self.reached, False
+        best = self._best_s
+        if best is None or middle <= best:
+            self._best_s = middle
+        else:
+            self._best_s = min(middle, best * FADE)
+            if middle > GREW * best + NOISE_S:
+                return self._set(self._limit * BACK_OFF)
+        return self._set(self._limit + 1.0) if reached else False
+
+    def _set(self, limit: float) -> bool:
+        before = int(self._limit)
+        self._limit = min(max(limit, float(min(SLOTS_MIN, self._maximum))), float(self._maximum))
+        return int(self._limit) != before
