@@ -63,7 +63,7 @@ def _run(arguments: list[str]) -> int:
 
 def serve(arguments: list[str]) -> int:
     """Read the configuration and run the gateway until it is asked to stop."""
-    from evenflow.config import ConfigErrors, load
+    from evenflow.config import ConfigErrors, Settings, load
     from evenflow.config.options import environment_options
 
     parser = _Parser("serve")
@@ -84,12 +84,13 @@ def serve(arguments: list[str]) -> int:
             )
     given = vars(parser.parse_args(arguments))
     config = given.pop("config")
+    overrides = {key: value for key, value in given.items() if value is not None}
+
+    def read() -> Settings:
+        return load(config, environ=os.environ, overrides=overrides)
+
     try:
-        settings = load(
-            config,
-            environ=os.environ,
-            overrides={key: value for key, value in given.items() if value is not None},
-        )
+        settings = read()
     except ConfigErrors as errors:
         print(errors, file=sys.stderr)
         return CANNOT_RUN
@@ -98,7 +99,7 @@ def serve(arguments: list[str]) -> int:
     from evenflow import gateway
 
     try:
-        return gateway.serve(settings)
+        return gateway.serve(settings, read)
     except OSError as error:
         if error.filename is not None:
             return _fail(

@@ -11,19 +11,21 @@ import logging
 import random
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
+from time import monotonic
 
 from prometheus_client.core import Metric
 
 from evenflow.api.admin import AdminRoutes
 from evenflow.api.local import LocalRoutes
-from evenflow.config import Settings, TierSettings
+from evenflow.config import ConfigErrors, Settings, TierSettings
 from evenflow.fleet.probe import Prober
 from evenflow.fleet.registry import Registry, Worker
 from evenflow.observe.access_log import open_access_log
 from evenflow.observe.metrics import Metrics, gauge
 from evenflow.policy.cost import CostModel
-from evenflow.policy.fairness import Group, Tier
+from evenflow.policy.fairness import Group, Ticket, Tier
 from evenflow.policy.placement import PLACEMENTS
 from evenflow.request.accept import ClientConnection, Front
 from evenflow.request.authenticate import Authenticator
@@ -32,7 +34,7 @@ from evenflow.request.enqueue import Enqueuer
 from evenflow.request.place import Scheduler
 from evenflow.request.relay import Relay
 from evenflow.request.settle import Settler
-from evenflow.tenancy.directory import Directory
+from evenflow.tenancy.directory import Directory, Member
 from evenflow.timers import Wheel
 
 log = logging.getLogger("evenflow")
@@ -40,6 +42,8 @@ log = logging.getLogger("evenflow")
 BACKLOG = 4096
 # Seconds that the start waits for the first probes, so that the first caller finds the workers known.
 FIRST_PROBES_S = 3.0
+# Groups of the configuration that a reload does not change.
+AT_START_ONLY = ("workers", "fleet", "log", "database")
 # Objects made between two collections: the hot path makes no cycles, so collecting often finds nothing.
 GC_THRESHOLDS = (100_000, 50, 100)
 
@@ -62,24 +66,19 @@ class Gateway:
         self._access_log = open_access_log(settings.log.access)
         self._registry = registry = Registry()
         self._directory = directory = Directory(settings)
-        token_cost = scheduling.token_cost
-        cost = CostModel(
-            by_tokens=scheduling.cost == "tokens",
-            input_weight=token_cost.input,
-            cached_weight=token_cost.cached,
-            output_weight=token_cost.output,
-        )
+        self._cost = cost = CostModel()
+        cost.configure(*cost_of(settings))
         tiers = tuple(tier_of(tier) for tier in scheduling.tiers)
         placement = PLACEMENTS[scheduling.placement](random.Random())
 
-        authenticator = Authenticator(directory)
+        self._authenticator = authenticator = Authenticator(directory)
         self._scheduler = scheduler = Scheduler(registry, tiers, placement, metrics.decisions)
         self._settler = settler = Settler(scheduler, cost, metrics, self._access_log)
         self._relay = relay = Relay(
             loop, wheel, registry, scheduler, settler, cost, metrics, settings.timeouts
         )
-        enqueuer = Enqueuer(registry, scheduler, cost, settler, limits=settings.limits)
-        decoder = Decoder(authenticator, settings.limits.n)
+        self._enqueuer = enqueuer = Enqueuer(registry, scheduler, cost, settler, limits=settings.limits)
+        self._decoder = decoder = Decoder(authenticator, settings.limits.n)
         self._front = front = Front(
             wheel,
             authenticator,
@@ -156,6 +155,29 @@ class Gateway:
         self._scheduler.each_second()
         self._settler.each_second()
 
+    def reload(self, settings: Settings) -> None:
+        """Takes another configuration in force at once. What runs and waits goes on, under the new schedule.
+
+        Addresses, workers, probes and logs stay those of the start; what differs there is told in the log.
+        """
+        for name in AT_START_ONLY:
+            if getattr(settings, name) != getattr(self._settings, name):
+                log.warning("%s: a change here needs a restart; the rest is in force now", name)
+        old, self._settings = self._settings, settings
+        tiers = tuple(tier_of(tier) for tier in settings.scheduling.tiers)
+        names = self._scheduler.tier_names()
+        self._directory = directory = Directory(settings, self._directory, monotonic())
+        self._authenticator.directory = directory
+        self._front.configure(settings.listen, settings.limits, settings.timeouts)
+        self._front.forget_heads()
+        self._relay.timeouts = settings.timeouts
+        self._decoder.n_max = settings.limits.n
+        self._cost.configure(*cost_of(settings))
+        if schedule_of(old) != schedule_of(settings):
+            self._scheduler.reschedule(tiers, partial(same_tier, names, [tier.name for tier in tiers]))
+        self._enqueuer.configure(settings.limits)
+        self._scheduler.resume(directory.members)
+
     def counters(self) -> dict[str, int]:
         """What is held right now; all but idle connections are 0 when nothing is under way."""
         workers = self._registry.workers.values()
@@ -205,8 +227,26 @@ def tier_of(tier: TierSettings) -> Tier:
     return Tier(tier.name, tier.min_share, groups, tier.max_wait_s)
 
 
-def serve(settings: Settings) -> int:
-    """Runs a gateway until SIGTERM or SIGINT; returns the exit status."""
+def cost_of(settings: Settings) -> tuple[bool, float, float, float]:
+    """What `CostModel.configure` takes."""
+    weights = settings.scheduling.token_cost
+    return settings.scheduling.cost == "tokens", weights.input, weights.cached, weights.output
+
+
+def schedule_of(settings: Settings) -> tuple[object, ...]:
+    """What the fair queue depends on; while it stays the same the queue keeps its counters."""
+    tenants = sorted((tenant.name, tenant.group, tenant.weight) for tenant in settings.tenants)
+    return settings.scheduling.tiers, tenants, settings.auth.anonymous
+
+
+def same_tier(before: list[str], after: list[str], ticket: Ticket) -> int:
+    """Where a ticket waits after a reload: in the tier of the same name, or its tenant's if that is lower."""
+    name, tier = before[ticket.tier], ticket.tenant.tier if isinstance(ticket.tenant, Member) else 0
+    return max(tier, after.index(name)) if name in after else tier
+
+
+def serve(settings: Settings, read: Callable[[], Settings] | None = None) -> int:
+    """Runs a gateway until SIGTERM or SIGINT; returns the exit status. `read` reads the configuration at SIGHUP."""
     import uvloop
 
     logging.basicConfig(
@@ -217,11 +257,24 @@ def serve(settings: Settings) -> int:
     logging.getLogger("httpx2").setLevel(logging.WARNING)
     logging.getLogger("httpcore2").setLevel(logging.WARNING)
     with contextlib.suppress(KeyboardInterrupt):
-        return uvloop.run(_serve(settings))
+        return uvloop.run(_serve(settings, read))
     return 130
 
 
-async def _serve(settings: Settings) -> int:
+async def _reload(gateway: Gateway, read: Callable[[], Settings]) -> None:
+    """A configuration with mistakes is refused whole, and the running one stays."""
+    try:
+        settings = await asyncio.get_running_loop().run_in_executor(None, read)
+    except ConfigErrors as errors:
+        log.error("reload refused, the running configuration stays in force:\n%s", errors)
+        return
+    for warning in settings.warnings:
+        log.warning("%s", warning)
+    gateway.reload(settings)
+    log.info("the configuration was read again and is in force")
+
+
+async def _serve(settings: Settings, read: Callable[[], Settings] | None) -> int:
     loop = asyncio.get_running_loop()
     gateway = Gateway(settings)
     try:
@@ -240,6 +293,15 @@ async def _serve(settings: Settings) -> int:
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
+    reloads: set[asyncio.Task[None]] = set()
+    if read is not None:
+
+        def hang_up() -> None:
+            task = loop.create_task(_reload(gateway, read))
+            reloads.add(task)
+            task.add_done_callback(reloads.discard)
+
+        loop.add_signal_handler(signal.SIGHUP, hang_up)
     host = settings.listen.host
     print(f"evenflow: listening on http://{host}:{gateway.port}", file=sys.stderr, flush=True)
     await stopping.wait()

@@ -33,14 +33,20 @@ class CostModel:
         cached_weight: float = 0.1,
         output_weight: float = 2.0,
     ) -> None:
-        self.by_tokens = by_tokens
-        self.input_weight = input_weight
-        self.cached_weight = cached_weight
-        self.output_weight = output_weight
+        self.configure(by_tokens, input_weight, cached_weight, output_weight)
         # Mean output tokens of a sequence, by (tenant, model) and by model alone.
         self._average: dict[tuple[str, str] | str, float] = {}
         # Bytes of a body for each token of its prompt, by model.
         self._ratio: dict[str, float] = {}
+
+    def configure(
+        self, by_tokens: bool, input_weight: float, cached_weight: float, output_weight: float
+    ) -> None:
+        """Takes other weights; what was learned stays."""
+        self.by_tokens = by_tokens
+        self.input_weight = input_weight
+        self.cached_weight = cached_weight
+        self.output_weight = output_weight
 
     def input_tokens(self, model: str, prompt_bytes: int) -> float:
         """Tokens that a prompt of so many bytes is thought to have."""

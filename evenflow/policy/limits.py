@@ -55,6 +55,12 @@ class TokenBucket:
         """Puts units in, or takes them out when negative, whether it has them or not."""
         self._level = min(self.limit, self.level(now) + units)
 
+    def resize(self, now: float, limit: int) -> None:
+        """Another limit holds from now on; what is left of the old one is left in proportion, and a debt stays."""
+        level = self.level(now)
+        self._level = level * limit / self.limit if level > 0.0 and self.limit else min(level, float(limit))
+        self.limit = limit
+
     def remaining(self, now: float) -> int:
         """Whole units that can be taken now."""
         return max(0, int(self.level(now)))
@@ -72,6 +78,11 @@ class TenantLimits:
     def __init__(self, requests_per_minute: int | None, tokens_per_minute: int | None) -> None:
         self.requests = None if requests_per_minute is None else TokenBucket(requests_per_minute)
         self.tokens = None if tokens_per_minute is None else TokenBucket(tokens_per_minute)
+
+    def resize(self, now: float, requests_per_minute: int | None, tokens_per_minute: int | None) -> None:
+        """Other limits hold from now on; what was used stays used."""
+        self.requests = _resized(self.requests, now, requests_per_minute)
+        self.tokens = _resized(self.tokens, now, tokens_per_minute)
 
     def reserve(self, now: float, tokens: float) -> Refused | None:
         """Takes one request and so many tokens, or nothing and says when to try again."""
@@ -98,3 +109,13 @@ class TenantLimits:
             self.requests.add(now, 1.0)
         if self.tokens is not None:
             self.tokens.add(now, reserved)
+
+
+def _resized(bucket: TokenBucket | None, now: float, limit: int | None) -> TokenBucket | None:
+    if limit is None:
+        return None
+    if bucket is None:
+        return TokenBucket(limit)
+    if bucket.limit != limit:
+        bucket.resize(now, limit)
+    return bucket

@@ -120,17 +120,29 @@ class Front:
         self.enqueuer = enqueuer
         self.relay = relay
         self.settler = settler
-        self.header_bytes_max = listen.header_bytes
-        self.body_bytes_max = limits.body_bytes
-        self.connections_max = limits.connections
-        self.timeouts = timeouts
-        self.origins = frozenset(origin.encode("ascii") for origin in listen.cors_origins)
+        self.configure(listen, limits, timeouts)
         # Exact paths, and prefixes that end in "/", of what the gateway answers itself.
         self.local: dict[bytes, LocalRoute] = {}
         self.local_under: dict[bytes, LocalRoute] = {}
         self.connections: set[ClientConnection] = set()
+        # Bytes of bodies that have come in part.
+        self.uploading_bytes = 0
         self._id_prefix = os.urandom(6).hex().encode("ascii")
         self._ids = itertools.count()
+
+    def configure(self, listen: ListenSettings, limits: LimitSettings, timeouts: TimeoutSettings) -> None:
+        """Takes what is configured, at the start or when it has changed."""
+        self.header_bytes_max = listen.header_bytes
+        self.body_bytes_max = limits.body_bytes
+        self.connections_max = limits.connections
+        self.uploading_bytes_max = limits.queued_bytes
+        self.timeouts = timeouts
+        self.origins = frozenset(origin.encode("ascii") for origin in listen.cors_origins)
+
+    def forget_heads(self) -> None:
+        """Keys may mean something else from now on: the next request on each connection is read in full."""
+        for connection in self.connections:
+            connection.forget_head()
 
     @property
     def draining(self) -> bool:
@@ -407,6 +419,9 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._front.relay.fail(call, stopping())
 
+    def forget_head(self) -> None:
+        self._memo = None
+
     def abort(self) -> None:
         if self._transport is not None:
             self._transport.abort()
@@ -439,7 +454,7 @@ class ClientConnection(asyncio.Protocol):
             waiting.client = None
         self._next.clear()
         self._call = None
-        self._pieces.clear()
+        self._drop_body()
         self._parser = None  # it refers back to us, and nothing should wait for the garbage collector
 
     def eof_received(self) -> bool:
@@ -599,12 +614,17 @@ class ClientConnection(asyncio.Protocol):
         call = self._call
         if call is None or call.fault is not None:
             return
+        front = self._front
         self._body_bytes += len(body)
-        if self._body_bytes > self._front.body_bytes_max:
-            self._pieces.clear()
-            call.fault = self._front.body_too_large()
+        if self._body_bytes > front.body_bytes_max:
+            self._drop_body()
+            call.fault = front.body_too_large()
             return
         self._pieces.append(body)
+        front.uploading_bytes += len(body)
+        if front.uploading_bytes > front.uploading_bytes_max:
+            self._drop_body()
+            call.fault = too_much_at_once()
 
     def on_message_complete(self) -> None:
         self._parsing = False
@@ -616,11 +636,17 @@ class ClientConnection(asyncio.Protocol):
             call.body = pieces[0]
         elif pieces:
             call.body = b"".join(pieces)
-        pieces.clear()
+        self._drop_body()
         call.accepted_s = monotonic()
         self._next.append(call)
 
     # -- own helpers ---------------------------------------------------------------------------------------------
+
+    def _drop_body(self) -> None:
+        """What has come of a body is no longer on its way in: it is whole, or of no use."""
+        for piece in self._pieces:
+            self._front.uploading_bytes -= len(piece)
+        self._pieces.clear()
 
     def _start_next(self) -> None:
         if self.call is None and self._next and self._transport is not None:
@@ -738,6 +764,15 @@ def origin_form(url: bytes) -> bytes:
 def stopping() -> OverloadError:
     return OverloadError(
         "This gateway is stopping. Try again; another one will answer.",
+        status=503,
+        code="overloaded",
+        retry_after_s=1.0,
+    )
+
+
+def too_much_at_once() -> OverloadError:
+    return OverloadError(
+        "The gateway is receiving as many bytes as it can hold. Try again shortly, or with a smaller body.",
         status=503,
         code="overloaded",
         retry_after_s=1.0,

@@ -10,17 +10,17 @@ from evenflow.wire.openai import ask_for_usage, parse_request, splice
 
 
 class Decoder:
-    __slots__ = ("_authenticator", "_n_max")
+    __slots__ = ("_authenticator", "n_max")
 
     def __init__(self, authenticator: Authenticator, n_max: int) -> None:
         self._authenticator = authenticator
-        self._n_max = n_max
+        self.n_max = n_max
 
     def decode(self, call: Call) -> None:
         """Fills `request`, settles `tenant`, and prepares `body`. Raises CallerError."""
         route = call.route
         assert route is not None
-        call.request = request = parse_request(route, call.body, self._n_max)
+        call.request = request = parse_request(route, call.body, self.n_max)
         if call.tenant is None or request.api_key is not None:
             self._authenticator.by_body(call, request.api_key)
             if request.api_key is not None:

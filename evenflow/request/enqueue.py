@@ -49,8 +49,12 @@ class Enqueuer:
         self._scheduler = scheduler
         self._cost = cost
         self._settler = settler
+        self.configure(limits)
+
+    def configure(self, limits: LimitSettings) -> None:
+        """Takes what is configured, at the start or when it has changed."""
         # Name → index, 0 is the highest.
-        self._tiers = {name: index for index, name in enumerate(scheduler.tier_names())}
+        self._tiers = {name: index for index, name in enumerate(self._scheduler.tier_names())}
         self._queued_max = limits.queued
         self._bytes_max = limits.queued_bytes
         # A body of so many bytes counts as one more request in the length of a queue, so that one measure serves both

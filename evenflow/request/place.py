@@ -142,6 +142,19 @@ class Scheduler:
             if pool.queue.waiting and any(worker in lane.workers for lane in pool.lanes):
                 self._dispatch(pool)
 
+    def reschedule(self, tiers: tuple[Tier, ...], lowered: Callable[[Ticket], int]) -> None:
+        """Other tiers, groups or weights hold from now on: what waits queues anew in its order, at `lowered`'s tier.
+
+        Virtual times begin again, so that nobody's debt under the old weights counts under the new ones.
+        """
+        self._tiers = tiers
+        self._ages = any(tier.max_wait_s is not None for tier in tiers)
+        old, self.pools = self.pools, []
+        self.regroup()
+        for pool in old:
+            pool.lanes = ()
+            self._move_waiting(pool, lowered)
+
     def regroup(self) -> None:
         """Forms the pools anew after lanes changed. Pools whose lanes stayed keep their queue and its counters."""
         kept = {pool.lanes: pool for pool in self.pools}
@@ -155,7 +168,7 @@ class Scheduler:
             old.lanes = ()
             self._move_waiting(old)
 
-    def _move_waiting(self, old: Pool) -> None:
+    def _move_waiting(self, old: Pool, tier_of: Callable[[Ticket], int] = lambda ticket: ticket.tier) -> None:
         for ticket in old.queue.take_all():
             call: Call = ticket.call
             assert call.request is not None
@@ -164,10 +177,17 @@ class Scheduler:
                 self.no_worker(call)
             else:
                 call.ticket = moved = Ticket(
-                    ticket.tenant, ticket.tier, lane, ticket.slots, ticket.estimate, call
+                    ticket.tenant, tier_of(ticket), lane, ticket.slots, ticket.estimate, call
                 )
                 moved.tokens, moved.length, moved.since_s = ticket.tokens, ticket.length, ticket.since_s
                 self.submit(moved)
+
+    def resume(self, tenants: Iterable[Tenant]) -> None:
+        """Their concurrency may have been raised: what it held back competes again."""
+        for pool in self.pools:
+            for tenant in tenants:
+                pool.queue.resume(tenant)
+            self._dispatch(pool)
 
     def each_second(self) -> None:
         """Takes the rates, and refuses what waits for a lane that has no live worker left."""

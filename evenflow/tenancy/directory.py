@@ -7,7 +7,7 @@ keys.
 import hashlib
 import hmac
 
-from evenflow.config import Settings
+from evenflow.config import Settings, TenantSettings
 from evenflow.policy.fairness import Tenant
 from evenflow.policy.limits import TenantLimits
 from evenflow.policy.patience import Patience
@@ -41,37 +41,40 @@ class Member(Tenant):
         # From its first request that waited in vain until its queue has run empty; written by enqueue.
         self.patience: Patience | None = None
 
+    def configure(self, tenant: TenantSettings, tier: int, now: float) -> None:
+        """Takes what is configured, at the start or when it has changed."""
+        limits = tenant.limits
+        self.group, self.weight, self.tier, self.comments = tenant.group, tenant.weight, tier, tenant.comments
+        self.concurrency, self.queued_max = limits.concurrency, limits.queued
+        requests, tokens = limits.requests_per_minute, limits.tokens_per_minute
+        if requests is None and tokens is None:
+            self.limits = None
+        elif self.limits is None:
+            self.limits = TenantLimits(requests, tokens)
+        else:
+            self.limits.resize(now, requests, tokens)
+
 
 class Directory:
     """Key digests → tenants, the anonymous tenant if there is one, and the operators' own keys."""
 
     __slots__ = ("_admin", "_by_digest", "_worker_token", "anonymous", "members", "open")
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, earlier: "Directory | None" = None, now: float = 0.0) -> None:
+        """With an `earlier` one, tenants of the same name go on as they are: what they run, have waiting and have used
+        up of their limits stays counted. `now` is then the time on the clock of their limits, in seconds.
+        """
         tier_of = {
             group.name: index
             for index, tier in enumerate(settings.scheduling.tiers)
             for group in tier.groups
         }
+        known = {} if earlier is None else {member.name: member for member in earlier.members}
         self.members: list[Member] = []
         self._by_digest: dict[bytes, tuple[bytes, Member]] = {}
         for tenant in settings.tenants:
-            limits = tenant.limits
-            rates = (
-                TenantLimits(limits.requests_per_minute, limits.tokens_per_minute)
-                if limits.requests_per_minute is not None or limits.tokens_per_minute is not None
-                else None
-            )
-            member = Member(
-                tenant.name,
-                tenant.group,
-                tenant.weight,
-                tier_of[tenant.group],
-                concurrency=limits.concurrency,
-                queued_max=limits.queued,
-                limits=rates,
-                comments=tenant.comments,
-            )
+            member = known.get(tenant.name) or Member(tenant.name, tenant.group, tenant.weight, 0)
+            member.configure(tenant, tier_of[tenant.group], now)
             self.members.append(member)
             for digest in tenant.keys:
                 self._by_digest[digest] = (digest, member)
@@ -80,8 +83,9 @@ class Directory:
         self.anonymous: Member | None = None
         if settings.auth.anonymous:
             group = ANONYMOUS if ANONYMOUS in tier_of else settings.scheduling.tiers[-1].groups[-1].name
-            self.anonymous = Member(ANONYMOUS, group, 10.0, tier_of[group])
-            self.members.append(self.anonymous)
+            self.anonymous = anonymous = known.get(ANONYMOUS) or Member(ANONYMOUS, group, 10.0, 0)
+            anonymous.group, anonymous.tier = group, tier_of[group]
+            self.members.append(anonymous)
         self._admin = settings.auth.admin_keys
         self._worker_token = settings.auth.worker_token
 
