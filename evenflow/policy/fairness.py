@@ -987,18 +987,24 @@ class FairQueue:
         """
         moved = 0
         for tier in self._tiers[1:]:
-            if tier.max_wait_s is not None and tier.level.racing:
+            if tier.max_wait_s is not None and any(group.waiting for group in tier.groups.values()):
                 due_s = now - tier.max_wait_s
                 for account in list(tier.accounts.values()):
                     for line in list(account.lines.values()):
                         while line.waiting and line.head().since_s <= due_s:
-                            self._move_up(line.head(), now)
+                            self._move_up(line, now)
                             moved += 1
         return moved
 
-    def _move_up(self, ticket: Ticket, now: float) -> None:
-        self.cancel(ticket)
-        ticket.state = NEW
+    def _move_up(self, line: "_Line", now: float) -> None:
+        """The head of a line. It is taken out of its deque, and not only marked: it waits again elsewhere."""
+        ticket = line.head()
+        line.tickets.popleft()
+        self._count_out(ticket, line)
+        if not line.waiting:
+            if line.entry is not None:
+                line.withdraw()
+            ticket.account.park()
         ticket.tier -= 1
         ticket.since_s = now
         ticket.account = account = self._tiers[ticket.tier].account(ticket.tenant)

@@ -144,6 +144,7 @@ class GatewayProcess:
     ) -> None:
         if settings is not None:
             arguments = ("--config", str(write_settings(path, settings)), *arguments)
+        self.path = path
         self.stdout_path = path.with_suffix(".out")
         self.stderr_path = path.with_suffix(".err")
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("EVENFLOW_", "FASTCHAT_"))}
