@@ -21,12 +21,15 @@ HOT_MODULES = [
     "evenflow/fleet/registry.py",
     "evenflow/observe/access_log.py",
     "evenflow/observe/metrics.py",
+    "evenflow/observe/why.py",
     "evenflow/policy/cost.py",
     "evenflow/policy/fairness.py",
     "evenflow/policy/limits.py",
+    "evenflow/policy/patience.py",
     "evenflow/policy/placement/least_work.py",
     "evenflow/policy/placement/round_robin.py",
     "evenflow/policy/retry.py",
+    "evenflow/policy/slots.py",
     "evenflow/request/__init__.py",
     "evenflow/request/accept.py",
     "evenflow/request/authenticate.py",
@@ -38,6 +41,7 @@ HOT_MODULES = [
     "evenflow/tenancy/directory.py",
     "evenflow/wire/answer.py",
     "evenflow/wire/http.py",
+    "evenflow/wire/ratelimit.py",
     "evenflow/wire/sse.py",
 ]
 

@@ -20,6 +20,7 @@ from prometheus_client.core import Metric
 from evenflow.api.admin import AdminRoutes
 from evenflow.api.local import LocalRoutes
 from evenflow.config import ConfigErrors, Settings, TierSettings
+from evenflow.fleet.load import LoadReader
 from evenflow.fleet.probe import Prober
 from evenflow.fleet.registry import Registry, Worker
 from evenflow.observe.access_log import open_access_log
@@ -99,6 +100,7 @@ class Gateway:
         for worker in settings.workers:
             registry.add(Worker(worker))
         self._prober = Prober(registry, settings.fleet.probe_interval_s)
+        self._load_reader = LoadReader(registry, registry.load_reported)
 
     async def start(self) -> None:
         """Listens, with every worker asked once before. Raises OSError when the address cannot be had."""
@@ -107,6 +109,7 @@ class Gateway:
         self._wheel.start()
         self._access_log.start(loop)
         await self._prober.start(FIRST_PROBES_S)
+        self._load_reader.start()
         listen = self._settings.listen
         try:
             self._server = await loop.create_server(
@@ -144,6 +147,7 @@ class Gateway:
             self._second.cancel()
         for connection in list(self._front.connections):
             connection.abort()
+        await self._load_reader.stop()
         await self._prober.stop()
         await self._relay.close()
         self._wheel.stop()

@@ -70,10 +70,7 @@ class Prober:
                 await asyncio.sleep(min(INTERVAL_DOWN_S, self._interval_s))
 
     async def _probe(self, worker: Worker, *, with_models: bool) -> None:
-        headers = {}
-        for line in worker.head.split(b"\r\n"):
-            if line.startswith(b"authorization: "):
-                headers["authorization"] = line[len(b"authorization: ") :].decode("utf-8")
+        headers = {"authorization": worker.authorization} if worker.authorization else {}
         root = f"{'https' if worker.tls else 'http'}://{url_host(worker.host)}:{worker.port}{worker.base.decode()}"
         answer = await self._client.get(f"{root}/health", headers=headers)
         healthless = answer.status_code in (404, 405, 501)

@@ -43,6 +43,7 @@ class Worker:
     __slots__ = (
         "aliases",
         "answered",
+        "authorization",
         "base",
         "busy",
         "errors",
@@ -85,8 +86,10 @@ class Worker:
         # The constant part of every request head: the end of its first line, the host, our credential.
         host = split.netloc.rpartition("@")[2].encode("idna" if not split.netloc.isascii() else "ascii")
         self.head = b" HTTP/1.1\r\nhost: %s\r\ncontent-type: application/json\r\n" % host
+        self.authorization = ""
         if settings.api_key is not None:
-            self.head += b"authorization: Bearer %s\r\n" % settings.api_key.reveal().encode("utf-8")
+            self.authorization = f"Bearer {settings.api_key.reveal()}"
+            self.head += b"authorization: %s\r\n" % self.authorization.encode("utf-8")
         self.name_line = b"x-evenflow-worker: %s\r\n" % self.name.encode("ascii", "replace")
         self.log_name = json_name(self.name)
         self.models_given = settings.models is not None

@@ -112,6 +112,8 @@ class Scenario:
     queued_max: int = 10_000_000
     # Virtual time at which the run is cut; None: when everything has ended.
     until_s: float | None = None
+    # Whether the engines tell how many tokens their KV caches hold, so that the gateway keeps within it.
+    kv_told: bool = False
     name: str = "scenario"
 
 

@@ -1,0 +1,125 @@
+"""Reads the load of every worker, again and again, without ever holding up a request.
+
+One task for each worker, so that a hung page delays no other. A worker is asked every `interval_s`; one whose page is
+missing or is no metrics page is asked again only after half a minute, then a minute, and one that is down is not asked.
+Reports and decides nothing.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from time import monotonic
+from typing import Any
+
+import httpx2
+
+from evenflow.fleet.engines.load import ENGINES, PAGE_BYTES_MAX, LoadReport, read_load
+from evenflow.fleet.probe import url_host
+from evenflow.fleet.registry import Registry, Worker
+
+INTERVAL_S = 0.5
+TIMEOUT_S = 1.0
+# After so many pages that told nothing, the next is read so much later; the last holds on.
+PAUSES_S = (30.0, 60.0)
+
+
+class LoadReader:
+    """Runs one task for each worker until `stop`. `report` takes the worker, its load, and the monotonic time."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        report: Callable[[Worker, LoadReport, float], None],
+        interval_s: float = INTERVAL_S,
+    ) -> None:
+        self._registry = registry
+        self._report = report
+        self._interval_s = interval_s
+        self._client: httpx2.AsyncClient | None = None
+        self._tasks: dict[Worker, asyncio.Task[None]] = {}
+
+    def start(self) -> None:
+        self._client = httpx2.AsyncClient(timeout=TIMEOUT_S, trust_env=False, follow_redirects=False)
+        self.follow()
+
+    def follow(self) -> None:
+        """Takes up workers that have come, and leaves those that have gone."""
+        workers = set(self._registry.workers.values())
+        for worker in [worker for worker in self._tasks if worker not in workers]:
+            self._tasks.pop(worker).cancel()
+        for worker in workers:
+            if worker not in self._tasks:
+                self._tasks[worker] = asyncio.create_task(self._watch(worker), name=f"load {worker.name}")
+
+    async def stop(self) -> None:
+        tasks = list(self._tasks.values())
+        self._tasks.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._client is not None:
+            await self._client.aclose()
+
+    async def _watch(self, worker: Worker) -> None:
+        silent = 0
+        told: dict[str, int] | None = None
+        while True:
+            if worker.live:
+                load = await self._read(worker)
+                if load is None:
+                    silent += 1
+                else:
+                    silent = 0
+                    if told is None:
+                        told = await self._read_once(worker, load.kind)
+                    self._report(worker, completed(load, told), monotonic())
+            # A page that was there a moment ago may only be late.
+            late = silent <= 2 and told is not None
+            await asyncio.sleep(self._interval_s if not silent or late else PAUSES_S[min(silent, len(PAUSES_S)) - 1])
+
+    async def _read(self, worker: Worker) -> LoadReport | None:
+        page = await self._get(worker, "/metrics")
+        return None if page is None else read_load(page)
+
+    async def _read_once(self, worker: Worker, kind: str) -> dict[str, int]:
+        """What the engine tells elsewhere of what does not change, by the names of `LoadReport`."""
+        where = ENGINES[kind].once
+        page = await self._get(worker, where[0]) if where is not None else None
+        if where is None or page is None:
+            return {}
+        try:
+            members: Any = json.loads(page)
+        except ValueError:
+            return {}
+        if not isinstance(members, dict):
+            return {}
+        found = {"sequences_max": members.get(where[1]), "kv_tokens": members.get(where[2])}
+        return {name: value for name, value in found.items() if type(value) is int and value > 0}
+
+    async def _get(self, worker: Worker, path: str) -> bytes | None:
+        assert self._client is not None
+        root = f"{'https' if worker.tls else 'http'}://{url_host(worker.host)}:{worker.port}{worker.base.decode()}"
+        headers = {"authorization": worker.authorization} if worker.authorization else {}
+        try:
+            async with asyncio.timeout(2 * TIMEOUT_S):
+                async with self._client.stream("GET", root + path, headers=headers) as answer:
+                    if answer.status_code != 200:
+                        return None
+                    page = bytearray()
+                    async for piece in answer.aiter_bytes():
+                        page += piece
+                        if len(page) > PAGE_BYTES_MAX:
+                            return None
+                    return bytes(page)
+        except (httpx2.HTTPError, OSError, TimeoutError):
+            return None
+
+
+def completed(load: LoadReport, told: dict[str, int]) -> LoadReport:
+    """The report with what was told elsewhere, where the report itself does not tell it."""
+    return replace(
+        load,
+        kv_tokens=load.kv_tokens or told.get("kv_tokens"),
+        sequences_max=load.sequences_max or told.get("sequences_max"),
+    )
