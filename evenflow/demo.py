@@ -392,6 +392,7 @@ Who waits and who is served:
 
   curl -s {base}/metrics | grep -E '^evenflow_(queued|in_flight|tokens_total)'
   curl -s {base}/list_workers
+  curl -s {base}/admin/v1/queues
 
 Tenants:       {"   ".join(f"{tenant.name} ({tenant.about})" for tenant in TENANTS)}
 Configuration: {demo.config}

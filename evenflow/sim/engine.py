@@ -119,6 +119,7 @@ class Engine:
         "_slowed",
         "_steps_planned",
         "_tallies",
+        "_try_at",
         "_waiting",
         "begun",
         "dead",
@@ -160,6 +161,8 @@ class Engine:
         self._steps_planned = 0
         # Something waits for the end of the step: an admission that may succeed, a run that left, another factor.
         self._look = False
+        # The clock at which the oldest that waits may have room although nothing has ended.
+        self._try_at = NEVER
         self._factor = 1.0
         self._slowed: list[float] = []
         # Since when it hangs; infinite: it does not.
@@ -232,6 +235,7 @@ class Engine:
         ended = [(run, self.cancel(now, run)) for run in sorted(lost, key=lambda run: run.number)]
         self._clock = self._clock_at(now)
         self._phase, self._kv, self._reserved, self.waiting, self._look = IDLE, 0, 0, 0, False
+        self._try_at = NEVER
         for held in (self._waiting, self._order, self._charges, self._batch, self._leaving, self._blocks):
             held.clear()
         self.dead = True
@@ -328,6 +332,8 @@ class Engine:
         if ended:
             del order[:ended]
             self._look = self._look or self.waiting > 0
+        if clock >= self._try_at:
+            self._look = True
         if not order:
             self._phase = IDLE
 
@@ -364,8 +370,8 @@ class Engine:
         return self._clock + self._steps(now if now < self._frozen_s else self._frozen_s)
 
     def _next_point(self) -> int:
-        """The clock at the next finish or charge."""
-        point = self._order[0][0]
+        """The clock at the next finish or charge, or when it is worth while to try to admit."""
+        point = min(self._order[0][0], self._try_at)
         charges = self._charges
         while charges and charges[0][2].stage != RUNNING:
             heappop(charges)
@@ -381,6 +387,7 @@ class Engine:
         """At the end of a step: drops who left, admits who waits, and goes on."""
         self._drop_leaving()
         self._look = False
+        self._try_at = NEVER
         self._factor = 1.0
         for factor in self._slowed:
             self._factor *= factor
@@ -406,7 +413,11 @@ class Engine:
             if run.stage != WAITING:
                 waiting.popleft()
                 continue
-            if len(self._order) >= profile.sequences_max or not self._has_room(run):
+            if len(self._order) >= profile.sequences_max:
+                break
+            steps = self._steps_to_room(run)
+            if steps:
+                self._try_at = self._clock + steps
                 break
             cached = self._cached(run) if self._blocks_max else 0
             compute = run.input_tokens - cached
@@ -427,28 +438,40 @@ class Engine:
             self._batch.append(run)
         return tokens
 
-    def _has_room(self, run: Run) -> bool:
-        """Whether the KV cache holds this one beside all that runs, at every finish to come.
+    def _steps_to_room(self, run: Run) -> int:
+        """Steps after which it is worth while to ask again whether the cache holds this one beside all that runs, at
+        every finish to come; 0 when it does now.
 
         At a finish on the clock, those that have not ended before have grown until then: the sum of their bases plus
-        the clock for each. Reserving all to the end is enough for yes, and what is there now for no.
+        the clock for each.
+
+        1. It fits even if all were there to their ends; or there is no room for its prompt until something ends.
+        2. Too much at its own finish: until that is after the next finish of another.
+        3. Too much at a finish before its own: it then has one token less for each step that it begins later.
         """
         room = self.profile.kv_tokens
-        if self._reserved + run.input_tokens + run.output_tokens <= room:
-            return True
+        if self._reserved + run.input_tokens + run.output_tokens <= room:  # (1)
+            return 0
         if self._kv + run.input_tokens + 1 > room:
-            return False
-        clock = self._clock
-        mine = (clock + run.output_tokens - 1, run.number, run.input_tokens + 1 - clock, run)
-        order = self._order
-        place = bisect_left(order, mine)
-        total = 0
-        latest_first = (*reversed(order[place:]), mine, *reversed(order[:place]))
-        for growing, (finish, _, base, _) in enumerate(latest_first, 1):
+            return NEVER
+        clock, order = self._clock, self._order
+        own = clock + run.output_tokens - 1
+        place = bisect_left(order, (own, run.number))
+        total = growing = steps = 0
+        for _, _, base, _ in order[place:]:
             total += base
-            if total + growing * finish > room:
-                return False
-        return True
+            growing += 1
+        total += run.input_tokens + 1 - clock
+        growing += 1
+        if total + growing * own > room:  # (2)
+            steps = order[place][0] - own + 1
+        for finish, _, base, _ in reversed(order[:place]):  # (3)
+            total += base
+            growing += 1
+            excess = total + growing * finish - room
+            if excess > steps:
+                steps = excess
+        return steps
 
     def _cached(self, run: Run) -> int:
         """Prompt tokens that need not be computed; the blocks are then the most recently used."""

@@ -41,6 +41,10 @@ class TraceError(ValueError):
     """A trace that cannot be replayed: `file:line: field: what is wrong; what to do`."""
 
 
+class TrafficError(ValueError):
+    """Traffic that cannot be made as it was asked for: `argument: what is wrong; what to do`."""
+
+
 # ----------------------------------------------------------------------------------------------------
 # Reading traces
 
@@ -54,8 +58,7 @@ def read_trace(path: str | Path, *, tenants: int = 10, seed: int = 0) -> Traffic
     3. Else its columns are looked for.
     """
     path = Path(path)
-    if not 1 <= tenants <= TENANTS_MAX:
-        raise ValueError(f"tenants: {tenants} is not from 1 to {TENANTS_MAX:,}; give such a number")
+    _require("tenants", tenants, 1, TENANTS_MAX)
     _require_text(path)  # (1)
     place = _Place(str(path))
     with path.open(encoding="utf-8-sig", newline="") as file:
@@ -511,7 +514,7 @@ def _names(stem: str, count: int) -> list[str]:
 def _require(field: str, value: float, lowest: float, highest: float) -> None:
     if not lowest <= value <= highest:
         most = f"{lowest:g} or more" if highest == inf else f"from {lowest:g} to {highest:g}"
-        raise ValueError(f"{field}: {value:g} is out of range; give a number that is {most}")
+        raise TrafficError(f"{field}: {value:g} is out of range; give a number that is {most}")
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -531,10 +534,10 @@ def scale(
     before would flatter the prefix caches. Tenants stay, also those that then send nothing.
     """
     if rate is not None and speed is not None:
-        raise ValueError("rate: cannot be given together with a speed; give one of them")
+        raise TrafficError("rate: cannot be given together with a speed; give one of them")
     for field, value in (("rate", rate), ("speed", speed), ("repeat", repeat), ("limit", limit)):
         if value is not None and not (isfinite(value) and value > 0):
-            raise ValueError(f"{field}: {value:g} is not above 0; give a number above 0")
+            raise TrafficError(f"{field}: {value:g} is not above 0; give a number above 0")
     arrivals = traffic.arrivals
     if limit is not None and limit < len(arrivals):
         arrivals = arrivals[:limit]

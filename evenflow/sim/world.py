@@ -163,6 +163,8 @@ class World:
         self._estimate = CHARGINGS[CHARGES.get(scenario.policy, scenario.charging)]
         self._budget = RetryBudget()
         self._bounded = scenario.kv_told
+        # Whether the next in turn found no room where another might.
+        self._held = False
         self._ages = any(tier.max_wait_s is not None for tier in scenario.tiers)
         self._ticks = 0
         self._events: list[_Event] = []
@@ -314,8 +316,8 @@ class World:
             cost.learn(call.owner, MODEL, output)
             call.record.output_tokens = output
             self._finish(call, "ok", cost.actual(call.input_tokens, call.cached_tokens, output, 1))
-        # A charge may have put somebody first whose call fits the memory that is left.
-        if worker.slots > slots or (self._bounded and engine.due):
+        # A charge may have put somebody else first, for whom there is room.
+        if worker.slots > slots or (self._held and engine.due):
             self._dispatch()
         engine.begun.clear()
         engine.due.clear()
@@ -488,6 +490,7 @@ class World:
                 for worker in self.workers:
                     if worker.learned is not None:
                         worker.learned.reached = True
+                self._held = self._bounded or call.failed_on is not None
                 return
             queue.start(ticket)
             self._grant(call, workers[index])

@@ -148,6 +148,8 @@ class MockEngine:
         self.sequences = self.sequences_max = 0
         self.connections_opened = 0
         self.healthy = True
+        # What /metrics answers; None: there is no such page.
+        self.metrics: Callable[[], bytes] | None = None
         # Waits before each accept.
         self.accept_delay_s = 0.0
         # Closes a kept connection that was idle for so long; or just as a further request comes in on it.
@@ -441,6 +443,8 @@ class Connection(asyncio.Protocol):
             body = dump({"object": "list", "data": models})
         elif path == "/health":
             status = 200 if self.engine.healthy else 503
+        elif path == "/metrics" and self.engine.metrics is not None:
+            body = self.engine.metrics()
         else:
             status, body = 404, b'{"detail":"Not Found"}'
         self.transport.write(
