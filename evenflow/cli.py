@@ -180,6 +180,9 @@ COMMANDS = {
         "run one small engine with real weights",
         _handed_to("engine", "evenflow.fleet.engines.embedded"),
     ),
+    "sim": Command(
+        "replay traffic against a configuration in simulated time", _handed_to("sim", "evenflow.sim.command")
+    ),
     "config": Command("check a configuration; print the page of all options", config),
     "bench": Command("measure the overhead beside other gateways (in a checkout)", bench),
 }

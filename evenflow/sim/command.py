@@ -12,39 +12,35 @@ prints the same; a mistake costs one line that names the option and the next ste
 
 import argparse
 import json
-import os
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from importlib.util import find_spec
-from math import inf, isfinite
+from math import inf
 from pathlib import Path
 from time import perf_counter
-from typing import Any, get_args
+from typing import Any, NamedTuple
 
-from evenflow.config import ConfigErrors, Settings, load
-from evenflow.config.problems import did_you_mean
-from evenflow.policy.fairness import Group, Tier
-from evenflow.policy.placement import PLACEMENTS
 from evenflow.sim import report
 from evenflow.sim.engine import PROFILES
-from evenflow.sim.fit import FitError, fit_log, profile_value, profile_yaml, read_profile
+from evenflow.sim.fit import FitError, fit_log, profile_yaml
 from evenflow.sim.measure import summary
-from evenflow.sim.model import (
-    Arrival,
-    Charging,
-    EngineProfile,
-    Fault,
-    FaultKind,
-    Policy,
-    Record,
-    Result,
-    Scenario,
-    TenantSpec,
-    Traffic,
+from evenflow.sim.model import Record, Result, Scenario
+from evenflow.sim.setup import (
+    OPTIONS,
+    Mistake,
+    Notes,
+    Setup,
+    Traffics,
+    fault_of,
+    scenario,
+    touched,
+    with_option,
+    with_setting,
 )
-from evenflow.sim.traffic import Flood, Lengths, TraceError, TrafficError, generate, read_trace, scale
+from evenflow.sim.traffic import TraceError
 from evenflow.sim.world import World, run
 
 DONE, CANNOT_RUN = 0, 2
@@ -57,167 +53,9 @@ COMPARED_MAX = 12
 BOUND_EVERY = 64
 # Seconds between two drawings of the progress bar.
 REDRAW_S = 0.1
-# What is made up when no trace is given.
-REQUESTS, RATE = 1000, 1.0
-# Who calls without a key, as in the gateway.
-ANONYMOUS, WEIGHT = "anonymous", 10.0
 
-
-class Mistake(Exception):
-    """The command cannot run as it was given: one line that ends in the next step."""
-
-
-# ----------------------------------------------------------------------------------------------------
-# What can be set
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """All that makes a scenario, as it was written and checked; a comparison changes some of it."""
-
-    # Traffic that is read, or made up.
-    trace: str | None = None
-    tenants: int = 10
-    requests: int | None = None
-    rate: float | None = None
-    speed: float | None = None
-    skew: float = 1.2
-    burst: float = 1.0
-    flood: float | None = None
-    one_shot: int = 0
-    input_tokens: float = 400.0
-    output_tokens: float = 150.0
-    seed: int = 0
-    # Who shares with whom; None: all are equal.
-    config: Settings | None = None
-    # Engines; None: the first profile that holds the longest request; as many as the configuration has, or one.
-    engine: EngineProfile | None = None
-    engines: int | None = None
-    kv_told: bool = False
-    # The gateway; None: as the configuration says, or as the gateway does by itself.
-    slots: Any = None
-    policy: Policy = "fair"
-    charging: Charging = "estimate"
-    placement: str | None = None
-    cost: str | None = None
-    queue_timeout_s: float | None = None
-    queued: int | None = None
-    until_s: float | None = None
-    faults: tuple[Fault, ...] = ()
-    # Settings with a dot: (of what, whose, value), in the order they were given.
-    changes: tuple[tuple[str, str, str], ...] = ()
-
-
-def _whole(least: int) -> Callable[[str], int]:
-    def convert(text: str) -> int:
-        if not re.fullmatch(r"\d{1,12}", text) or int(text) < least:
-            raise ValueError(f"'{text}' is no whole number of {least} or more; give such a number")
-        return int(text)
-
-    return convert
-
-
-def _number(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not isfinite(number) or number <= 0.0:
-        raise ValueError(f"'{text}' is no number above 0; give such a number")
-    return number
-
-
-def _not_below_0(text: str) -> float:
-    return 0.0 if text in ("0", "0.0") else _number(text)
-
-
-def _one_of(names: Sequence[str]) -> Callable[[str], Any]:
-    def convert(text: str) -> str:
-        if text not in names:
-            near = did_you_mean(text, list(names))
-            raise ValueError(f"there is no '{text}'{near}; choose one of {', '.join(names)}" if near.startswith(",")
-                             else f"there is no '{text}'; choose one of {', '.join(names)}")
-        return text
-
-    return convert
-
-
-def _slots(text: str) -> Any:
-    if text in ("auto", "none"):
-        return text
-    try:
-        return _whole(1)(text)
-    except ValueError:
-        raise ValueError(f"'{text}' is no limit; give auto, none, or a whole number of 1 or more") from None
-
-
-def _truth(text: str) -> bool:
-    if text not in ("true", "false"):
-        raise ValueError(f"'{text}' is neither true nor false; give one of them")
-    return text == "true"
-
-
-def _engine(text: str) -> EngineProfile:
-    if text in PROFILES:
-        return PROFILES[text]
-    if not Path(text).is_file():
-        near = did_you_mean(text, list(PROFILES))
-        raise ValueError(f"there is no profile or file '{text}'{near}; `evenflow sim --fit ACCESS_LOG` makes one")
-    return read_profile(text)
-
-
-def _config(text: str) -> Settings:
-    try:
-        return load(text, environ={**os.environ})
-    except ConfigErrors as errors:
-        first, *more = str(errors).splitlines()
-        rest = f" (and {len(more)} more; `evenflow config check {text}` tells them all)" if more else ""
-        raise ValueError(f"{first}{rest}") from None
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    convert: Callable[[str], Any]
-    metavar: str
-    help: str
-
-
-OPTIONS: dict[str, Option] = {
-    "trace": Option(str, "FILE", "a recorded load (docs/SIMULATION.md tells the formats); without it one is made up"),
-    "tenants": Option(_whole(1), "N", "tenants that are made up, or given to a trace that names none (10)"),
-    "requests": Option(_whole(1), "N", f"requests; a trace is cut, or repeated, to so many ({REQUESTS})"),
-    "rate": Option(_number, "R", f"requests per second on average ({RATE:g}; of a trace: its own)"),
-    "speed": Option(_number, "X", "a trace so many times as fast"),
-    "skew": Option(_not_below_0, "Z", "exponent of Zipf over the tenants; 0: all send alike (1.2)"),
-    "burst": Option(_number, "CV", "coefficient of variation of the times between a tenant's requests (1: Poisson)"),
-    "flood": Option(_number, "FACTOR", "the first tenant sends so many times what it would"),
-    "one_shot": Option(_whole(0), "N", "of the requests, those of tenants that send one only (0)"),
-    "input_tokens": Option(_number, "N", "median of the prompts that are made up (400)"),
-    "output_tokens": Option(_number, "N", "median of the answers that are made up (150)"),
-    "seed": Option(_whole(0), "S", "another seed, another run; the same one, the same run (0)"),
-    "config": Option(_config, "FILE", "a gateway's configuration: tiers, groups, tenants, number of workers, limits"),
-    "engine": Option(_engine, "PROFILE|FILE", f"the engines: {', '.join(PROFILES)}, or a file that --fit wrote"),
-    "engines": Option(_whole(1), "N", "how many engines (as many as the configuration has workers, else 1)"),
-    "kv_told": Option(_truth, "true|false", "the engines tell how much their KV cache holds, and are kept within it"),
-    "slots": Option(_slots, "auto|none|N", "requests the gateway lets run on each engine (auto)"),
-    "policy": Option(_one_of(get_args(Policy)), "NAME", f"who is next: {', '.join(get_args(Policy))} (fair)"),
-    "charging": Option(_one_of(get_args(Charging)), "NAME", f"when: {', '.join(get_args(Charging))} (estimate)"),
-    "placement": Option(_one_of(list(PLACEMENTS)), "NAME", f"where: {', '.join(PLACEMENTS)} (least_work)"),
-    "cost": Option(_one_of(("tokens", "sequences")), "NAME", "what is charged: tokens, sequences (tokens)"),
-    "queue_timeout_s": Option(_number, "S", "requests that waited longer are refused (never)"),
-    "queued": Option(_whole(1), "N", "requests that wait at once; more are refused"),
-    "until_s": Option(_number, "S", "end the run at this virtual time (when all has ended)"),
-}
-# What is set for one tenant, group, tier, or all engines, as KIND.NAME=VALUE.
-KINDS = {
-    "weight": "a tenant or a group",
-    "group": "a tenant",
-    "concurrency": "a tenant",
-    "queued": "a tenant",
-    "min_share": "a tier",
-    "max_wait_s": "a tier",
-    "engine": "a field of the profile",
-}
+# What a bare `evenflow sim` shows: ten tenants alike on an engine with room to spare, and one of them floods it.
+EXAMPLE = Setup(tenants=10, requests=1500, rate=0.6, skew=0.0, flood=20.0, engine=PROFILES["a10g-7b"])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -280,32 +118,35 @@ def _fit(args: argparse.Namespace) -> int:
 
 
 def _simulate(args: argparse.Namespace) -> int:
-    """1. A bare command is the example. 2. How many engines were asked for: found first. 3. Else all are run."""
+    """1. A bare command is the example. 2. How many engines is asked for: found first. 3. Else all are run once."""
     setup = _setup(args)
     _require_writable(args)
     example = _is_bare(args)
     if example:  # (1)
         setup = EXAMPLE
-    setups = _compared(setup, ["fcfs: policy=fcfs"] if example else args.compare)
-    sources = _Traffics()
-    wanted = None if args.find_engines is None else _condition(args.find_engines)
-    results, answers, notes = [], [], _Notes()
-    for name, one in setups:
-        if wanted is not None:  # (2)
-            result, answer = _find(name, one, wanted, sources, notes)
-            answers.append(answer)
-        else:  # (3)
-            result = _run(_scenario(name, one, sources, notes))
-        results.append(result)
-    base = setups[0][1]
-    for (_, one), result in zip(setups[1:], results[1:], strict=True):
-        answers.append(report.comparison(results[0], result, _touched(base, one, result)))
+    setups = _compared(setup, ["first come, first served: policy=fcfs"] if example else args.compare)
+    sources, notes = Traffics(), Notes()
+    answers = []
+    if args.find_engines is not None:  # (2)
+        wanted = _condition(args.find_engines)
+        found = [_find(name, one, wanted, sources, notes) for name, one in setups]
+        results = [result for result, _ in found]
+        answers = [answer for _, answer in found]
+    else:  # (3)
+        made = [scenario(name, one, sources, notes) for name, one in setups]
+        results = [_run(one) for one in made]
+        for (_, one), result in zip(setups[1:], results[1:], strict=True):
+            about = touched(one.changes[len(setup.changes) :], result.scenario)
+            answers.append(report.comparison(results[0], result, about))
+    if example:
+        answers.append(_example_says(results))
     if args.json == "-":
         _say(_as_json(results, answers))
-        return DONE
-    _say("\n".join([_about(results[0]), *notes.lines, "", report.table(results), ""]))
-    _say("\n".join([*answers, *([_example_says(results)] if example else [])]))
-    if args.json is not None:
+    else:
+        _say("\n".join([_about(results[0]), *notes.lines, "", report.table(results)]))
+        if answers:
+            _say("\n" + "\n".join(answers))
+    if args.json not in (None, "-"):
         _write(args.json, _as_json(results, answers))
     if args.plot is not None:
         report.plot(results, args.plot)
@@ -321,83 +162,27 @@ def _setup(args: argparse.Namespace) -> Setup:
     for name in OPTIONS:
         text = getattr(args, name)
         if text is not None:
-            setup = _with(setup, name, text, f"--{name.replace('_', '-')}")
-    setup = replace(setup, faults=tuple(_fault(text) for text in args.fault))
+            setup = with_option(setup, name, text, f"--{name.replace('_', '-')}")
+    setup = replace(setup, faults=tuple(fault_of(text) for text in args.fault))
     for text in args.set:
-        setup = _with_set(setup, text, "--set")
+        setup = with_setting(setup, text, "--set")
     return setup
 
 
 def _compared(base: Setup, texts: Sequence[str]) -> list[tuple[str, Setup]]:
     """The base and each comparison, by name."""
-    named = [(base.policy, base)]
+    named: list[tuple[str, Setup]] = [(base.policy, base)]
     for text in texts:
         name, colon, settings = text.partition(":")
         if not colon or not name.strip() or not settings.strip():
             raise Mistake(f"--compare: '{text}' is not 'NAME: KEY=VALUE,...'; such as 'premium 50: weight.premium=50'")
         one = base
         for setting in settings.split(","):
-            one = _with_set(one, setting.strip(), f"--compare: {name.strip()}")
+            one = with_setting(one, setting.strip(), f"--compare: {name.strip()}")
         named.append((name.strip(), one))
     if len(named) > COMPARED_MAX:
         raise Mistake(f"--compare: {len(texts)} are too many to read; give at most {COMPARED_MAX - 1}")
     return named
-
-
-def _with_set(setup: Setup, text: str, option: str) -> Setup:
-    key, equals, value = (part.strip() for part in text.partition("="))
-    if not equals or not key or not value:
-        raise Mistake(f"{option}: '{text}' is not KEY=VALUE; such as slots=24 or weight.NAME=50")
-    kind, dot, name = key.partition(".")
-    if dot:
-        if kind not in KINDS or not name:
-            raise Mistake(f"{option}: there is no setting '{key}'; with a dot there are {', '.join(KINDS)}")
-        return replace(setup, changes=(*setup.changes, (kind, name, value)))
-    key = key.replace("-", "_")
-    if key not in OPTIONS:
-        names = [*OPTIONS, *(f"{kind}.NAME" for kind in KINDS)]
-        near = did_you_mean(key, names)
-        raise Mistake(f"{option}: there is no setting '{key}'{near}; `evenflow sim --help` lists them")
-    return _with(setup, key, value, f"{option}: {key}")
-
-
-def _with(setup: Setup, key: str, text: str, option: str) -> Setup:
-    try:
-        value = OPTIONS[key].convert(text)
-    except FitError:
-        raise
-    except ValueError as error:
-        raise Mistake(f"{option}: {error}") from None
-    return replace(setup, **{key: value})
-
-
-_FAULTS = {"dead": 3, "hanging": 3, "stale_reports": 3, "slow": 4, "leave_storm": 2}
-assert set(_FAULTS) == set(get_args(FaultKind))
-
-
-def _fault(text: str) -> Fault:
-    kind, *parts = text.split(":")
-    if kind not in _FAULTS:
-        raise Mistake(f"--fault: there is no '{kind}'; choose one of {', '.join(_FAULTS)}")
-    try:
-        numbers = [float(part) for part in parts]
-    except ValueError:
-        numbers = []
-    if len(numbers) != _FAULTS[kind] or not all(isfinite(number) and number >= 0.0 for number in numbers):
-        shape = {2: "AT:PART", 3: "ENGINE:FROM:UNTIL", 4: "ENGINE:FROM:UNTIL:FACTOR"}[_FAULTS[kind]]
-        raise Mistake(f"--fault: '{text}' does not tell when; write {kind}:{shape}, times in seconds")
-    if kind == "leave_storm":
-        if numbers[1] > 1.0:
-            raise Mistake(f"--fault: a part of {numbers[1]:g} is above 1; give the part of the clients that leave")
-        return Fault("leave_storm", numbers[0], numbers[0], factor=numbers[1])
-    engine, from_s, until_s = numbers[:3]
-    if not engine.is_integer() or until_s <= from_s:
-        wrong = "ends before it begins" if engine.is_integer() else "names no engine"
-        raise Mistake(f"--fault: '{text}' {wrong}; write {kind}:ENGINE:FROM:UNTIL, engines count from 0")
-    factor = numbers[3] if kind == "slow" else 0.0
-    if kind == "slow" and factor <= 0.0:
-        raise Mistake(f"--fault: '{text}' is infinitely fast; give a factor above 0, such as 3 for a third of the speed")
-    return Fault(kind, from_s, until_s, int(engine), factor)  # type: ignore[arg-type]
 
 
 def _is_bare(args: argparse.Namespace) -> bool:
@@ -414,197 +199,215 @@ def _require_writable(args: argparse.Namespace) -> None:
         raise Mistake("--plot: matplotlib is not there; install evenflow[sim] for the plot")
 
 
+
+
 # ----------------------------------------------------------------------------------------------------
-# From a setup to a scenario
+# Running
 
 
-class _Notes:
-    """What a reader should know of how the scenarios were made; each said once."""
+def _run(one: Scenario, about: str = "") -> Result:
+    bar = _Bar(about or one.name, len(one.traffic.arrivals)) if sys.stderr.isatty() else None
+    bound = _Bound() if one.policy == "fair" else None
+    try:
+        result = run(one, check=bound, progress=bar)
+    finally:
+        if bar is not None:
+            bar.clear()
+    if bound is not None:
+        result.bound_ratio = max(result.bound_ratio, bound.ratio)
+    return result
+
+
+class _Bound:
+    """Looks at the fairness bound now and then."""
 
     def __init__(self) -> None:
-        self.lines: list[str] = []
+        self.ratio = 0.0
+        self._events = 0
 
-    def add(self, text: str) -> None:
-        if f"note: {text}" not in self.lines:
-            self.lines.append(f"note: {text}")
-
-
-class _Traffics:
-    """Traffic by what makes it, so that comparisons share it."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], Traffic] = {}
-
-    def of(self, setup: Setup, tenants: int) -> Traffic:
-        key = (
-            (setup.trace, tenants, setup.requests, setup.rate, setup.speed, setup.skew, setup.burst, setup.flood)
-            + (setup.one_shot, setup.input_tokens, setup.output_tokens, setup.seed)
-        )  # fmt: skip
-        if key not in self._known:
-            try:
-                self._known[key] = _traffic(setup, tenants)
-            except TrafficError as error:
-                field, _, wrong = str(error).partition(": ")
-                raise Mistake(f"--{field.replace('_', '-')}: {wrong}") from None
-        return self._known[key]
+    def __call__(self, world: World) -> None:
+        self._events += 1
+        if not self._events % BOUND_EVERY and world.queue.waiting:
+            self.ratio = max(self.ratio, world.queue.bound_ratio())
 
 
-def _traffic(setup: Setup, tenants: int) -> Traffic:
-    if setup.trace is None:
-        return generate(
-            tenants=tenants,
-            requests=setup.requests or REQUESTS,
-            rate=setup.rate or RATE,
-            skew=setup.skew,
-            burst=setup.burst,
-            input_tokens=Lengths(setup.input_tokens, 1.0),
-            output_tokens=Lengths(setup.output_tokens, 0.8, 4096),
-            one_shot=setup.one_shot,
-            flood=None if setup.flood is None else Flood(0, setup.flood),
-            seed=setup.seed,
-        )
-    traffic = read_trace(setup.trace, tenants=tenants, seed=setup.seed)
-    return scale(traffic, rate=setup.rate, speed=setup.speed, repeat=setup.requests, limit=setup.requests)
+class _Bar:
+    """One line on the terminal that is drawn over itself: percentage, requests, speed, time left."""
+
+    def __init__(self, about: str, requests: int) -> None:
+        self._about = about
+        self._requests = requests
+        self._began_s = self._drawn_s = perf_counter()
+
+    def __call__(self, part: float) -> None:
+        now = perf_counter()
+        if now - self._drawn_s < REDRAW_S:
+            return
+        self._drawn_s = now
+        sys.stderr.write("\r\x1b[K" + bar_line(self._about, self._requests, part, now - self._began_s))
+        sys.stderr.flush()
+
+    def clear(self) -> None:
+        sys.stderr.write("\r\x1b[K")
+        sys.stderr.flush()
 
 
-def _scenario(name: str, setup: Setup, sources: _Traffics, notes: _Notes, engines: int | None = None) -> Scenario:
-    settings = setup.config
-    named = len(settings.tenants) if settings is not None else 0
-    traffic = sources.of(setup, named or setup.tenants)
-    tiers: tuple[Tier, ...] = (Tier("all", groups=(Group("keys", WEIGHT),)),)
-    if settings is not None:
-        tiers = _tiers(settings)
-        traffic = _dealt(traffic, settings, notes)
-    traffic, tiers = _changed(traffic, tiers, setup.changes)
-    count = engines or setup.engines or (max(1, len(settings.workers)) if settings else 1)
-    for fault in setup.faults:
-        if fault.engine >= count:
-            raise Mistake(f"--fault: there is no engine {fault.engine} of {count}; they count from 0, see --engines")
-    profile = _profile(setup, traffic, notes)
-    scenario = Scenario(
-        traffic,
-        (profile,) * count,
-        tiers,
-        policy=setup.policy,
-        charging=setup.charging,
-        slots=None if setup.slots == "none" else setup.slots or "auto",
-        placement=setup.placement or "least_work",
-        cost=setup.cost or "tokens",
-        faults=setup.faults,
-        seed=setup.seed,
-        queue_timeout_s=setup.queue_timeout_s,
-        until_s=setup.until_s,
-        kv_told=setup.kv_told,
-        name=name,
-    )
-    if setup.queued is not None:
-        scenario = replace(scenario, queued_max=setup.queued)
-    if settings is not None:
-        scenario = _as_configured(scenario, setup, settings, notes)
-    if setup.policy != "fair" and (len(tiers) > 1 or len({one.group for one in traffic.tenants}) > 1):
-        notes.add(f"{setup.policy} knows neither tiers nor groups")
-    return scenario
-
-
-def _as_configured(scenario: Scenario, setup: Setup, settings: Settings, notes: _Notes) -> Scenario:
-    """What the command line left to the configuration."""
-    scheduling, limits = settings.scheduling, settings.limits
-    if setup.slots is None and settings.workers:
-        slots = {worker.slots for worker in settings.workers}
-        scenario = replace(scenario, slots=settings.workers[0].slots)
-        if len(slots) > 1:
-            notes.add(f"all engines have the {settings.workers[0].slots} slots of the first worker")
-    costs = scheduling.token_cost
-    if (costs.input, costs.cached, costs.output) != (1.0, 0.1, 2.0):
-        notes.add("scheduling.token_cost is not simulated: tokens cost 1, 0.1 cached, 2 in answers")
-    if any(one.limits.requests_per_minute or one.limits.tokens_per_minute for one in settings.tenants):
-        notes.add("limits per minute are not simulated")
-    return replace(
-        scenario,
-        placement=setup.placement or scheduling.placement,
-        cost=setup.cost or scheduling.cost,
-        queued_max=setup.queued or limits.queued,
-        queue_timeout_s=setup.queue_timeout_s or limits.queue_timeout_s,
+def bar_line(about: str, requests: int, part: float, took_s: float) -> str:
+    ended = round(part * requests)
+    full = int(part * 24)
+    left_s = took_s / part * (1.0 - part) if part > 0.0 else inf
+    left = f"{left_s:,.0f} s left" if left_s < inf else "…"
+    speed = ended / took_s if took_s > 0.0 else 0.0
+    return (
+        f"{about[:24]:<24} [{'#' * full}{'-' * (24 - full)}] {part:4.0%}  "
+        f"{ended:,} of {requests:,}  {speed:,.0f}/s  {left}"
     )
 
 
-def _profile(setup: Setup, traffic: Traffic, notes: _Notes) -> EngineProfile:
-    """The one that was asked for, or the first that can run the longest request; with its changes."""
-    longest = max(one.input_tokens + max(1, one.output_tokens) for one in traffic.arrivals)
-    fitting = [profile for profile in PROFILES.values() if profile.kv_tokens >= longest]
-    profile = setup.engine or (fitting or [max(PROFILES.values(), key=lambda one: one.kv_tokens)])[0]
-    for kind, name, text in setup.changes:
-        if kind == "engine":
-            if name not in {field.name for field in fields(EngineProfile)}:
-                names = ", ".join(field.name for field in fields(EngineProfile))
-                raise Mistake(f"--set: engine.{name}: a profile has no such field; it has {names}")
-            value = {"true": True, "false": False}.get(text, text) if name == "prefix_cache" else text
-            profile = replace(profile, **{name: profile_value(name, value, f"--set: engine.{name}")})
-    if profile.step_s + profile.step_per_sequence_s <= 0.0:
-        raise Mistake("--set: engine.step_s: a step would take no time; give it or step_per_sequence_s above 0")
-    over = sum(one.input_tokens + max(1, one.output_tokens) > profile.kv_tokens for one in traffic.arrivals)
-    if over:
-        notes.add(
-            f"{over:,} requests are longer than the {profile.kv_tokens:,} tokens of the engine's KV cache and fail; "
-            "see --engine"
-        )
-    return profile
+# ----------------------------------------------------------------------------------------------------
+# How many engines
 
 
-def _tiers(settings: Settings) -> tuple[Tier, ...]:
-    return tuple(
-        Tier(
-            tier.name,
-            tier.min_share,
-            tuple(Group(group.name, group.weight) for group in tier.groups),
-            tier.max_wait_s,
+class Condition(NamedTuple):
+    """A figure of all requests, or of one tenant's, that has to be below a number of seconds."""
+
+    text: str
+    part: float
+    figure: str
+    tenant: str | None
+    below_s: float
+
+
+_FIGURES: dict[str, Callable[[Record], float | None]] = {
+    "ttft": lambda record: record.first_token_s,
+    "wait": lambda record: record.dispatched_s,
+    "latency": lambda record: record.ended_s,
+}
+
+
+def _condition(text: str) -> Condition:
+    found = re.fullmatch(r"\s*p(\d{1,2})_(ttft|wait|latency)_s(?:\.(\S+?))?\s*<\s*([0-9.]+)\s*(?:s)?\s*", text)
+    try:
+        below_s = float(found[4]) if found else 0.0
+    except ValueError:
+        below_s = 0.0
+    if found is None or below_s <= 0.0:
+        raise Mistake(
+            f"--find-engines: '{text}' is no condition; write p50|p90|p99, _ttft_s|_wait_s|_latency_s, < and seconds, "
+            "such as 'p99_ttft_s<2'"
         )
-        for tier in settings.scheduling.tiers
+    return Condition(text.strip(), int(found[1]) / 100.0, found[2], found[3], below_s)
+
+
+def figure(wanted: Condition, records: Sequence[Record]) -> float:
+    """The figure, by nearest rank; who was refused or failed waits for ever. Whose clients left do not count."""
+    when = _FIGURES[wanted.figure]
+    values = []
+    for record in records:
+        arrival = record.arrival
+        if wanted.tenant in (None, arrival.tenant) and record.outcome != "left":
+            at_s = when(record) if record.outcome == "ok" else None
+            values.append(inf if at_s is None else at_s - arrival.time_s)
+    values.sort()
+    return values[min(len(values) - 1, int(wanted.part * len(values)))] if values else 0.0
+
+
+def _find(name: str, setup: Setup, wanted: Condition, sources: Traffics, notes: Notes) -> tuple[Result, str]:
+    """The fewest engines with which it holds: doubled until it does, then halved between."""
+    tried: dict[int, Result] = {}
+
+    def holds(engines: int) -> bool:
+        made = scenario(f"{name}, {engines} engine{'s' if engines > 1 else ''}", setup, sources, notes, engines)
+        if wanted.tenant is not None and wanted.tenant not in {one.name for one in made.traffic.tenants}:
+            raise Mistake(f"--find-engines: nobody named '{wanted.tenant}' sends anything; leave the name out for all")
+        tried[engines] = _run(made)
+        return figure(wanted, tried[engines].records) < wanted.below_s
+
+    low, high = 0, 1 + max((fault.engine for fault in setup.faults), default=0)
+    while not holds(high):
+        low, high = high, high * 2
+        if high > ENGINES_MAX:
+            shown = _shown(figure(wanted, tried[low].records))
+            return tried[low], f"{name}: {wanted.text} does not hold with {low} engines either: {shown}"
+    while high - low > 1 and low:
+        middle = (low + high) // 2
+        if holds(middle):
+            high = middle
+        else:
+            low = middle
+    answer = f"{name}: {wanted.text} needs {high} engine{'s' if high > 1 else ''}"
+    answer += f": {_shown(figure(wanted, tried[high].records))}"
+    if low:
+        answer += f", with {low} {_shown(figure(wanted, tried[low].records))}"
+    return tried[high], answer
+
+
+def _shown(value: float) -> str:
+    return f"{report.seconds(value)} s" if value < inf else "never, since some are refused or fail"
+
+
+# ----------------------------------------------------------------------------------------------------
+# Telling
+
+
+def _about(result: Result) -> str:
+    """What was run, in a line."""
+    made = result.scenario
+    engines: dict[str, int] = defaultdict(int)
+    for profile in made.engines:
+        engines[profile.name] += 1
+    arrivals = made.traffic.arrivals
+    span_s = arrivals[-1].time_s - arrivals[0].time_s
+    slots = "no limit" if made.slots is None else f"slots {made.slots}"
+    return (
+        f"{len(arrivals):,} requests of {len(made.traffic.tenants):,} tenants in {span_s:,.0f} s ({made.traffic.name}), "
+        f"on {', '.join(f'{count} × {name}' for name, count in engines.items())}, {slots}"
     )
 
 
-def _dealt(traffic: Traffic, settings: Settings, notes: _Notes) -> Traffic:
-    """The traffic as that of the tenants of a configuration.
+def _example_says(results: Sequence[Result]) -> str:
+    fair, fcfs = (
+        report.seconds(report.first_token(result, lambda tenant: tenant != "tenant-0").p90) for result in results
+    )
+    return f"""
+What this shows: ten tenants share an engine, and tenant-0 sends twenty times what each of the others does, more than
+the engine can take. First come, first served, all the others wait behind it: {fcfs} s to the first token (p90).
+With fair queueing they wait {fair} s, and the engine does the same work. Try next:
+  evenflow sim --tenants 5 --rate 2 --compare 'more for the first: weight.tenant-0=50'
+  evenflow sim --tenants 5 --rate 2 --find-engines 'p99_ttft_s<2'
+  evenflow sim --help"""
 
-    1. It names tenants of the trace: each is itself, and the others are callers without a key.
-    2. It names none of them: they are dealt to its tenants in turn.
-    3. It has no tenants: all are callers without a key.
-    """
-    tier_of = {group.name: index for index, tier in enumerate(settings.scheduling.tiers) for group in tier.groups}
-    specs = {
-        one.name: TenantSpec(
-            one.name, one.group, one.weight, tier_of[one.group], one.limits.concurrency, one.limits.queued
-        )
-        for one in settings.tenants
+
+def _as_json(results: Sequence[Result], answers: Sequence[str]) -> str:
+    """Figures only; times in seconds."""
+    told = {"answers": list(answers), "scenarios": [_scenario_json(result) for result in results]}
+    return json.dumps(told, indent=2, allow_nan=False)
+
+
+def _scenario_json(result: Result) -> dict[str, Any]:
+    made = result.scenario
+    figures = summary(result)
+    del figures["took_s"]
+    return {
+        "name": made.name,
+        "traffic": made.traffic.name,
+        "policy": made.policy,
+        "charging": made.charging,
+        "placement": made.placement,
+        "slots": made.slots,
+        "engines": [profile.name for profile in made.engines],
+        "seed": made.seed,
+        "figures": figures,
+        "tenants": [report.row_figures(row) for row in report.tenant_rows(result)],
     }
-    group = ANONYMOUS if ANONYMOUS in tier_of else settings.scheduling.tiers[-1].groups[-1].name
-    specs.setdefault(ANONYMOUS, TenantSpec(ANONYMOUS, group, WEIGHT, tier_of[group]))
-    named = [tenant.name for tenant in traffic.tenants]
-    if any(name in specs for name in named):  # (1)
-        becomes = {name: name if name in specs else ANONYMOUS for name in named}
-        others = len(set(named) - set(specs))
-        if others:
-            notes.add(f"{others} tenants of the trace are not in the configuration: callers without a key")
-    elif settings.tenants:  # (2)
-        becomes = {name: settings.tenants[i % len(settings.tenants)].name for i, name in enumerate(named)}
-        if setup_names := len(named) - len(settings.tenants):
-            notes.add(
-                f"the {len(named)} tenants of the trace are dealt to the {len(settings.tenants)} of the configuration"
-            ) if setup_names > 0 else None
-    else:  # (3)
-        becomes = dict.fromkeys(named, ANONYMOUS)
-        notes.add("the configuration names no tenants: all are callers without a key")
-    arrivals = [
-        Arrival(
-            one.time_s,
-            becomes[one.tenant],
-            one.input_tokens,
-            one.output_tokens,
-            one.prefix,
-            one.max_tokens,
-            one.leaves_after_s,
-        )
-        for one in traffic.arrivals
-    ]
-    used = set(becomes.values())
-    return replace(traffic, tenants=tuple(spec for spec in specs.values() if spec.name in used), arrivals=arrivals)
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise Mistake(f"--json: {path} cannot be written ({error.strerror}); choose another file") from None
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from evenflow.sim.measure import (
     INPUT_WEIGHT,
     OUTPUT_WEIGHT,
+    Quantiles,
     jain,
     light_tenants,
     quantiles,
@@ -107,6 +108,31 @@ def _together(name: str, rows: Sequence[Row]) -> Row:
 
 def _cost(input_tokens: int, output_tokens: int) -> float:
     return INPUT_WEIGHT * input_tokens + OUTPUT_WEIGHT * output_tokens
+
+
+def row_figures(row: Row) -> dict[str, Any]:
+    """As plain data; None where nothing came to that."""
+    return {
+        "name": row.name,
+        "weight": row.weight,
+        "requests": row.requests,
+        "demand": row.demand,
+        "share": row.share.got if row.share else None,
+        "share_by_weight": row.share.due if row.share else None,
+        "queue_wait_s": quantiles(row.queue_s)._asdict() if row.queue_s else None,
+        "first_token_s": quantiles(row.first_token_s)._asdict() if row.first_token_s else None,
+    }
+
+
+def first_token(result: Result, counts: Callable[[str], bool]) -> Quantiles:
+    """The time to first token of some tenants together."""
+    return quantiles(
+        [
+            record.first_token_s - record.arrival.time_s
+            for record in result.records
+            if record.first_token_s is not None and counts(record.arrival.tenant)
+        ]
+    )
 
 
 def shares(result: Result, window_s: float = SHARE_WINDOW_S) -> dict[str, Share]:

@@ -24,13 +24,13 @@ def random_scenario(seed: int) -> Scenario:
         tiers=tiers,
         policy=rng.choice(("fair", "fair", "fair", "fair", "fcfs", "round_robin", "least_counter", "vtc")),
         charging=rng.choice(("estimate", "estimate", "progress", "completion", "max_tokens")),
-        slots=rng.choice(("auto", None, 1, 3, 8)),
+        slots=rng.choice(("auto", "auto", None, 1, 3, 8)),
         placement=rng.choice(("least_work", "least_work", "round_robin")),
         cost=rng.choice(("tokens", "tokens", "sequences")),
         faults=tuple(random_fault(rng, len(engines), seconds) for _ in range(rng.choice((0, 0, 1, 2, 4)))),
         seed=seed,
-        queue_timeout_s=rng.choice((None, None, 2.0, 10.0)),
-        queued_max=rng.choice((10_000, 10_000, 20, 5)),
+        queue_timeout_s=rng.choice((None, None, None, None, 2.0, 10.0)),
+        queued_max=rng.choice((10_000, 10_000, 10_000, 10_000, 20, 5)),
         kv_told=rng.random() < 0.3,
         name=f"random {seed}",
     )
@@ -55,7 +55,7 @@ def random_tenants(rng: random.Random, tiers: int) -> tuple[TenantSpec, ...]:
             0.0 if rng.random() < 0.05 else rng.choice(WEIGHTS),
             rng.randrange(tiers),
             rng.choice((None, None, 1, 3)),
-            rng.choice((None, None, None, 4)),
+            rng.choice((None, None, None, None, None, None, 4)),
         )
         for index in range(rng.randint(2, 9))
     )

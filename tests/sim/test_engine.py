@@ -187,7 +187,7 @@ def test_a_step_takes_longer_with_sequences_and_with_kv_tokens() -> None:
 
 def test_what_the_cache_cannot_hold_to_its_end_waits_and_nobody_overtakes_it() -> None:
     engine = Engine(PLAIN)
-    submit(engine, Run(1, "a", 40, 20), Run(2, "a", 30, 20), Run(3, "a", 1, 1))
+    submit(engine, Run(1, "a", 40, 20), Run(2, "a", 50, 20), Run(3, "a", 1, 1))
     engine.plan(0.0)
     assert engine.report(0.0) == (2, 1, 41)
     begun, done, _ = drive(engine)
@@ -201,6 +201,16 @@ def test_it_admits_where_the_worst_moment_to_come_fits_although_the_sum_of_the_e
     submit(engine, Run(1, "a", 10, 50), Run(2, "a", 55, 5))
     engine.plan(0.0)
     assert engine.report(0.0).running == 2
+
+
+def test_it_admits_as_soon_as_one_that_begins_later_has_grown_less_when_another_ends() -> None:
+    engine = Engine(PLAIN)
+    submit(engine, Run(1, "a", 40, 20), Run(2, "a", 30, 20))
+    begun, done, _ = drive(engine)
+    # Both begin with the first token of the prefill. At its end the first holds 60: the second may have 40 then, ten
+    # more than its prompt, so the first has ten tokens to go, and makes its eleventh after 50 s.
+    assert begun == {1: 40.0, 2: 80.0}
+    assert done == {1: 89.0, 2: 99.0}
 
 
 def test_it_batches_no_more_than_its_maximum() -> None:
