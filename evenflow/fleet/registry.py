@@ -243,7 +243,7 @@ class Registry:
         if load.sequences_max is not None and load.sequences_max != learned.maximum:
             learned.learn_maximum(load.sequences_max)
         if load.waiting is not None:
-            learned.report(now, load.waiting)
+            learned.report(now, load.waiting, worker.in_flight)
         grown = learned.limit > worker.slots
         worker.slots = learned.limit
         if grown:

@@ -3,12 +3,13 @@
 A request is scheduled fairly only while it waits in the gateway: one too many in the engine waits in the engine's own
 queue, in no order of ours, and one too few leaves the engine idle. So the limit follows the engine's waiting queue:
 
-    a report with waiting > 1     limit -= (waiting - 1) / 2
-    else, if the limit was reached since the last report     limit += 1
+    a report with waiting > 1, and no more in flight than the limit     limit -= (waiting - 1) / 2
+    else, if the limit was reached since the last report                limit += 1
     within [SLOTS_MIN, the engine's maximum]
 
-An engine that keeps one or two waiting is never idle, and what waits there is too little to disturb the schedule. A
-worker whose reports have stopped keeps its limit. One that never reported is led by its time to first token instead,
+An engine that keeps one or two waiting is never idle, and what waits there is too little to disturb the schedule. While
+more is in flight than the limit the last cut has not taken effect yet, and another would be for the same queue: cutting
+on at each report made the limit of one simulated engine swing between 4 and 38 instead of 17 and 39. A worker whose reports have stopped keeps its limit. One that never reported is led by its time to first token instead,
 after TCP Vegas (Brakmo and Peterson, 1995): while the median of a window stays near the best that was seen the limit
 may grow, and when it has doubled the engine is taken to queue.
 
@@ -31,8 +32,10 @@ NOISE_S = 0.05
 # How far the limit falls when first tokens show queueing; the best window fades so that a changed load is learned.
 BACK_OFF = 0.9
 FADE = 1.02
-# The part of the KV cache that running requests may be expected to fill.
-KV_SHARE = 0.95
+# How much of the KV cache running requests may be expected to fill. Slightly more than all of it: they do not all
+# reach their full length at once, and what does not fit waits in the engine, where it is seen. Measured by replaying
+# a chat log of 27 tenants: 1.0 loses 3 % of the engine's tokens per second and 1.1 makes light tenants wait longer.
+KV_SHARE = 1.05
 
 
 class LearnedSlots:
@@ -63,12 +66,15 @@ class LearnedSlots:
         self._maximum = max(1, maximum)
         return self._set(self._limit)
 
-    def report(self, now: float, waiting: float) -> bool:
-        """The engine told how many requests wait in its own queue. True when the limit has changed."""
+    def report(self, now: float, waiting: float, in_flight: int) -> bool:
+        """The engine told how many requests wait in its own queue, while the gateway had so many sequences with it.
+
+        True when the limit has changed.
+        """
         self.reported_s = now
         reached, self.reached = self.reached, False
         if waiting > 1.0:
-            return self._set(self._limit - (waiting - 1.0) / 2.0)
+            return in_flight <= self.limit and self._set(self._limit - (waiting - 1.0) / 2.0)
         return self._set(self._limit + 1.0) if reached else False
 
     def first_token(self, took_s: float) -> bool:

@@ -87,9 +87,12 @@ class Scheduler:
         self._dispatch(pool)
 
     def cancel(self, ticket: Ticket) -> None:
-        """Takes a waiting ticket out; nothing was charged."""
+        """Takes a waiting ticket out; nothing was charged. It may have held its lane, waiting for many slots."""
         lane: Lane = ticket.lane
-        lane.pool.queue.cancel(ticket)
+        pool = lane.pool
+        pool.queue.cancel(ticket)
+        if pool.queue.waiting:
+            self._dispatch(pool)
 
     def give_back(self, call: Call, failed_on: Worker) -> None:
         """The call's worker failed before it began: back to the head of its queue, uncharged, and on to another."""
@@ -108,9 +111,12 @@ class Scheduler:
             self._move_waiting(pool)
 
     def progress(self, ticket: Ticket, cost: float) -> None:
-        """Charges a running ticket up to `cost`."""
+        """Charges a running ticket up to `cost`. Another may be next then, and find room where the last did not."""
         lane: Lane = ticket.lane
-        lane.pool.queue.progress(ticket, cost)
+        pool = lane.pool
+        pool.queue.progress(ticket, cost)
+        if pool.queue.waiting:
+            self._dispatch(pool)
 
     def finish(self, ticket: Ticket, lease: Lease, cost: float) -> None:
         """Returns the slots, corrects the charge to the true cost, and lets the next ones run."""
@@ -232,6 +238,10 @@ class Scheduler:
                 lane: Lane = ticket.lane
                 workers = self._candidates(ticket, lane)
                 index = self._placement.choose(workers, ticket.slots)
+                if index < 0 and ticket.call.failed_on is not None:
+                    # Better there again, if it lives, than that it idles while all behind this ticket wait.
+                    workers = with_memory(lane.workers, ticket) if lane.bounded else lane.workers
+                    index = self._placement.choose(workers, ticket.slots)
                 if index >= 0:  # (1)
                     queue.start(ticket)
                     self._decisions.observe(perf_counter() - began)

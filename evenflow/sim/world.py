@@ -386,7 +386,7 @@ class World:
         maximum = worker.engine.profile.sequences_max
         if learned.maximum != maximum:
             learned.learn_maximum(maximum)
-        learned.report(self.now, worker.engine.report(self.now).waiting)
+        learned.report(self.now, worker.engine.report(self.now).waiting, worker.in_flight)
         self._learned(worker)
         return worker.slots > before
 
