@@ -1,8 +1,8 @@
 """Reads the load of every worker, again and again, without ever holding up a request.
 
 One task for each worker, so that a hung page delays no other. A worker is asked every `interval_s`; one whose page is
-missing or is no metrics page is asked again only after half a minute, then a minute, and one that is down is not asked.
-Reports and decides nothing.
+missing or is no metrics page is asked again after two seconds, then half a minute, then a minute, and one that is down
+is not. Reports and decides nothing.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from evenflow.fleet.registry import Registry, Worker
 INTERVAL_S = 0.5
 TIMEOUT_S = 1.0
 # After so many pages that told nothing, the next is read so much later; the last holds on.
-PAUSES_S = (30.0, 60.0)
+PAUSES_S = (2.0, 30.0, 60.0)
 
 
 class LoadReader:

@@ -103,11 +103,11 @@ def test_a_page_that_hangs_holds_up_no_request(engines: EngineMaker, gateways: G
 
 def test_the_memory_of_an_engine_is_a_limit_too(engine: MockEngine, gateways: GatewayMaker) -> None:
     """Where the engine tells the size of its KV cache, what runs is thought to fit in it."""
-    blocks = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0\n'
+    blocks = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="90"} 1.0\n'
     engine.metrics = lambda: page(0.0, more=blocks)
     gateway = gateways(engine, workers=automatic(engine))
     (worker,) = gateway.gateway._registry.workers.values()
-    wait_until(lambda: worker.tokens_max < 1600, 3)
+    wait_until(lambda: worker.tokens_max < 1700, 3)
     engine.behaviour = Behaviour(gated=True)
     clients = [Client(gateway.port, timeout_s=20) for _ in range(10)]
     for client in clients:

@@ -26,6 +26,7 @@ class FakeCall:
         self.ticket: Any = None
         self.lease: Any = None
         self.failed_on: Any = None
+        self.rivals: Any = None
 
 
 class World:
@@ -162,3 +163,54 @@ def test_a_call_that_needs_many_slots_is_not_overtaken() -> None:
     assert world.started == [first, large]
     world.finish(large)
     assert world.started == [first, large, small]
+
+
+def test_a_wide_ticket_that_leaves_lets_the_others_through() -> None:
+    """One that needs more slots than are free holds its lane; when its client leaves, nothing may stay held."""
+    world = World(a=("m",))
+    world.worker("a").slots = 3
+    tenant = Tenant("t", "keys")
+    world.submit(tenant, "m")
+    wide = world.submit(tenant, "m", slots=3)
+    narrow = [world.submit(tenant, "m") for _ in range(2)]
+    assert len(world.started) == 1
+    world.scheduler.cancel(wide.ticket)
+    assert world.started[1:] == narrow
+
+
+def test_a_call_goes_back_to_a_worker_that_failed_it_before_all_wait_for_another() -> None:
+    """Another worker is better, but a full one is not worth an idle one and a lane that stands."""
+    world = World(a=("m",), b=("m",))
+    tenant = Tenant("t", "keys")
+    first, second = world.submit(tenant, "m"), world.submit(tenant, "m")
+    failed = first if first.lease.worker.name == "a" else second
+    world.scheduler.give_back(failed, failed.lease.worker)  # type: ignore[arg-type]
+    assert failed.lease.worker.name == "a"  # b is full, a lives
+    world.registry.unreachable(failed.lease.worker, "gone")
+    world.scheduler.give_back(failed, failed.lease.worker)  # type: ignore[arg-type]
+    assert failed.lease is None  # a is gone: it waits for b
+    other = second if failed is first else first
+    world.finish(other)
+    assert failed.lease.worker.name == "b"
+
+
+def test_memory_is_a_limit_where_it_is_told() -> None:
+    world = World(a=("m",))
+    worker = world.worker("a")
+    worker.slots, worker.tokens_max = 10, 100.0
+    world.registry.lanes["m"].bounded = True
+    calls = []
+    for _ in range(4):
+        call = FakeCall("m")
+        call.ticket = Ticket(Tenant("t", "keys"), 0, world.registry.lanes["m"], 1, 10.0, call)
+        call.ticket.tokens = 40.0
+        world.scheduler.submit(call.ticket)
+        calls.append(call)
+    assert world.started == calls[:2]
+    world.finish(calls[0])
+    assert world.started == calls[:3]
+    for call in calls[1:3]:
+        world.finish(call)
+    assert (worker.tokens, worker.in_flight) == (40.0, 1)
+    world.finish(calls[3])
+    assert (worker.tokens, worker.work, worker.in_flight) == (0.0, 0.0, 0)
