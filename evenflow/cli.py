@@ -183,6 +183,10 @@ COMMANDS = {
     "sim": Command(
         "replay traffic against a configuration in simulated time", _handed_to("sim", "evenflow.sim.command")
     ),
+    "import": Command(
+        "print what a configuration of Alpa or LMDeploy says, as one of Evenflow",
+        _handed_to("import", "evenflow.config.importing"),
+    ),
     "config": Command("check a configuration; print the page of all options", config),
     "bench": Command("measure the overhead beside other gateways (in a checkout)", bench),
 }

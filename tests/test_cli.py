@@ -25,7 +25,7 @@ def served(monkeypatch):
     """Settings that the gateway was started with, in place of a gateway."""
     given = []
     fake = types.ModuleType("evenflow.gateway")
-    fake.serve = lambda settings: given.append(settings) or 0
+    fake.serve = lambda settings, read: given.append(settings) or 0
     monkeypatch.setitem(sys.modules, "evenflow.gateway", fake)
     monkeypatch.setattr(evenflow, "gateway", fake, raising=False)
     return given
@@ -111,7 +111,7 @@ def test_serve_warns_of_what_is_probably_not_meant(capsys, served):
     ],
 )
 def test_an_address_that_cannot_be_used_is_told(capsys, served, monkeypatch, error, words):
-    def fail(settings):
+    def fail(settings, read):
         raise error
 
     monkeypatch.setattr(evenflow.gateway, "serve", fail)
@@ -122,7 +122,7 @@ def test_an_address_that_cannot_be_used_is_told(capsys, served, monkeypatch, err
 
 
 def test_an_error_of_our_own_is_not_hidden(capsys, served, monkeypatch):
-    def fail(settings):
+    def fail(settings, read):
         raise OSError(errno.EIO, "disk")
 
     monkeypatch.setattr(evenflow.gateway, "serve", fail)
@@ -131,7 +131,7 @@ def test_an_error_of_our_own_is_not_hidden(capsys, served, monkeypatch):
 
 
 def test_an_interrupt_ends_without_a_traceback(capsys, served, monkeypatch):
-    def interrupt(settings):
+    def interrupt(settings, read):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(evenflow.gateway, "serve", interrupt)

@@ -2,7 +2,8 @@
 
 A key comes as `Authorization: Bearer`, as `x-api-key`, or as `api_key` in the body; when more than one comes, they
 must agree. A wrong key is refused and never downgraded to anonymous, and nothing but a key says who a caller is: no
-`user`, no captcha field, no header. Never logs or echoes a key.
+`user`, no captcha field, no header. The one exception is a gateway behind a front end that is trusted to say who its
+users are (`auth.trust_user_id`), as an older service did it. Never logs or echoes a key.
 """
 
 from evenflow.request import Call
@@ -20,21 +21,29 @@ class Authenticator:
         self.directory = directory
 
     def by_head(self, head: RequestHead) -> Member | None:
-        """The tenant of the head's key, None without one; a wrong key is refused before the body is read."""
+        """The tenant of the head's key, None without one; a wrong key is refused before the body is read.
+
+        None too where no key means anything and the body has to say who calls.
+        """
         key = head.bearer if head.bearer is not None else head.api_key
         return None if key is None else self._tenant(key)
 
-    def by_body(self, call: Call, body_key: str | None) -> None:
-        """Settles who calls once the body has been decoded."""
+    def by_body(self, call: Call, body_key: str | None, user_id: str | None) -> None:
+        """Settles who calls once the body has been decoded.
+
+        1. A key in the body: its tenant, or it must agree with the one in the head.
+        2. No key anywhere: who the user_id says, where that is trusted; else whoever has no key.
+        """
         if body_key is not None:
             key = body_key.encode("utf-8", "surrogatepass")
-            if call.tenant is None:
-                call.tenant = self._tenant(key)
-                return
-            if key not in (call.head.bearer, call.head.api_key):
-                raise two_keys()
-        if call.tenant is None:
-            call.tenant = self.nobody()
+            if call.head.bearer is not None or call.head.api_key is not None:
+                if key not in (call.head.bearer, call.head.api_key):
+                    raise two_keys()
+            else:
+                call.tenant = self._tenant(key)  # (1)
+        if call.tenant is None:  # (2)
+            users = self.directory.users
+            call.tenant = (users.get(user_id) if users and user_id is not None else None) or self.nobody()
 
     def nobody(self) -> Member:
         """The tenant of a caller without a key."""
@@ -48,10 +57,11 @@ class Authenticator:
             )
         return tenant
 
-    def _tenant(self, key: bytes) -> Member:
+    def _tenant(self, key: bytes) -> Member | None:
+        """The tenant of a key; None where no key means anything and the body has to say who calls."""
         directory = self.directory
         if directory.open and directory.anonymous is not None:
-            return directory.anonymous
+            return directory.anonymous if directory.users is None else None
         tenant = directory.tenant_of(key)
         if tenant is None:
             raise CallerError(

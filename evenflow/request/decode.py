@@ -22,7 +22,7 @@ class Decoder:
         assert route is not None
         call.request = request = parse_request(route, call.body, self.n_max)
         if call.tenant is None or request.api_key is not None:
-            self._authenticator.by_body(call, request.api_key)
+            self._authenticator.by_body(call, request.api_key, request.user_id or request.user)
             if request.api_key is not None:
                 call.body = splice(call.body, {"api_key": None})
         if request.stream and route.usage_option and not request.include_usage:

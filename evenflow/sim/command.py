@@ -29,6 +29,7 @@ from evenflow.sim.fit import FitError, fit_log, profile_yaml
 from evenflow.sim.measure import summary
 from evenflow.sim.model import Record, Result, Scenario
 from evenflow.sim.setup import (
+    ENGINES_MAX,
     OPTIONS,
     Mistake,
     Notes,
@@ -45,8 +46,6 @@ from evenflow.sim.world import World, run
 
 DONE, CANNOT_RUN = 0, 2
 
-# More engines are never tried.
-ENGINES_MAX = 1024
 # Runs that are compared at most.
 COMPARED_MAX = 12
 # Events between two looks at the fairness bound.
@@ -111,8 +110,8 @@ def main(args: argparse.Namespace) -> int:
 def _fit(args: argparse.Namespace) -> int:
     setup = _setup(args)
     found = fit_log(args.fit, setup.engine or next(iter(PROFILES.values())))
-    _say(f"# Fitted to {found.equations:,} equations from {args.fit}; they miss by {found.error:.1%} (root mean square).")
-    _say(f"# Up to {found.sequences} sequences ran at once on one worker. Set kv_tokens and sequences_max by hand.")
+    _say(f"# {found.equations:,} equations from {args.fit}; they miss by {found.error:.1%} (root mean square).")
+    _say(f"# Up to {found.sequences} sequences ran at once on a worker. Set kv_tokens and sequences_max by hand.")
     _say(profile_yaml(found.profile).rstrip())
     return DONE
 
@@ -314,32 +313,37 @@ def figure(wanted: Condition, records: Sequence[Record]) -> float:
 
 def _find(name: str, setup: Setup, wanted: Condition, sources: Traffics, notes: Notes) -> tuple[Result, str]:
     """The fewest engines with which it holds: doubled until it does, then halved between."""
-    tried: dict[int, Result] = {}
+    tried: dict[int, float] = {}
+    # The run with the fewest engines so far with which it held, or else the last one.
+    kept: list[Result] = []
 
     def holds(engines: int) -> bool:
         made = scenario(f"{name}, {engines} engine{'s' if engines > 1 else ''}", setup, sources, notes, engines)
         if wanted.tenant is not None and wanted.tenant not in {one.name for one in made.traffic.tenants}:
             raise Mistake(f"--find-engines: nobody named '{wanted.tenant}' sends anything; leave the name out for all")
-        tried[engines] = _run(made)
-        return figure(wanted, tried[engines].records) < wanted.below_s
+        result = _run(made)
+        tried[engines] = figure(wanted, result.records)
+        held = tried[engines] < wanted.below_s
+        if held or not kept or engines == max(tried):
+            kept[:] = [result]
+        return held
 
     low, high = 0, 1 + max((fault.engine for fault in setup.faults), default=0)
     while not holds(high):
         low, high = high, high * 2
         if high > ENGINES_MAX:
-            shown = _shown(figure(wanted, tried[low].records))
-            return tried[low], f"{name}: {wanted.text} does not hold with {low} engines either: {shown}"
+            answer = f"{name}: {wanted.text} does not hold with {low} engines either: {_shown(tried[low])}"
+            return kept[0], answer
     while high - low > 1 and low:
         middle = (low + high) // 2
         if holds(middle):
             high = middle
         else:
             low = middle
-    answer = f"{name}: {wanted.text} needs {high} engine{'s' if high > 1 else ''}"
-    answer += f": {_shown(figure(wanted, tried[high].records))}"
+    answer = f"{name}: {wanted.text} needs {high} engine{'s' if high > 1 else ''}: {_shown(tried[high])}"
     if low:
-        answer += f", with {low} {_shown(figure(wanted, tried[low].records))}"
-    return tried[high], answer
+        answer += f", with {low} {_shown(tried[low])}"
+    return kept[0], answer
 
 
 def _shown(value: float) -> str:
@@ -360,8 +364,8 @@ def _about(result: Result) -> str:
     span_s = arrivals[-1].time_s - arrivals[0].time_s
     slots = "no limit" if made.slots is None else f"slots {made.slots}"
     return (
-        f"{len(arrivals):,} requests of {len(made.traffic.tenants):,} tenants in {span_s:,.0f} s ({made.traffic.name}), "
-        f"on {', '.join(f'{count} × {name}' for name, count in engines.items())}, {slots}"
+        f"{len(arrivals):,} requests of {len(made.traffic.tenants):,} tenants in {span_s:,.0f} s "
+        f"({made.traffic.name}), on {', '.join(f'{count} × {name}' for name, count in engines.items())}, {slots}"
     )
 
 

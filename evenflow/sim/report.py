@@ -27,12 +27,17 @@ from evenflow.sim.model import Record, Result, TenantSpec
 
 # Columns of the table, and runs that stand side by side in it.
 WIDTH = 100
-SIDE_BY_SIDE_MAX = 4
+SIDE_BY_SIDE_MAX = 3
+LABEL = 34
 # Tenants that have a row, or a colour, of their own.
 TENANTS_SHOWN = 8
 TENANTS_DRAWN = 3
 # Length of a window in which service is divided among those that waited all through it.
 SHARE_WINDOW_S = 10.0
+# Who waited through fewer windows, or a smaller part of those in which anybody did, has no share to speak of: it asks
+# for little, and one long prompt more or less would double it.
+SHARE_WINDOWS_MIN = 6
+SHARE_WINDOWS_PART = 0.2
 # Windows across a picture.
 WINDOWS_DRAWN = 60
 
@@ -42,7 +47,7 @@ class NoPlot(Exception):
 
 
 class Share(NamedTuple):
-    """Parts of the service of a tier, from 0 to 1, while its tenant waited together with others."""
+    """Parts of what a tier was served while a tenant of it waited beside others, from 0 to 1."""
 
     got: float
     due: float
@@ -70,9 +75,9 @@ def tenant_rows(result: Result) -> list[Row]:
     records: dict[str, list[Record]] = defaultdict(list)
     for record in result.records:
         records[record.arrival.tenant].append(record)
-    given = shares(result)
+    contended = Contended(result)
     rows = [
-        _row(tenant.name, records[tenant.name], tenant.weight, given.get(tenant.name))
+        _row(tenant.name, records[tenant.name], tenant.weight, contended.share([tenant.name]))
         for tenant in result.scenario.traffic.tenants
     ]
     return sorted(rows, key=lambda row: -row.demand)
@@ -93,8 +98,7 @@ def _row(name: str, records: Iterable[Record], weight: float | None = None, shar
     return row
 
 
-def _together(name: str, rows: Sequence[Row]) -> Row:
-    shared = [row.share for row in rows if row.share is not None]
+def _together(name: str, rows: Sequence[Row], share: Share | None = None) -> Row:
     return Row(
         name,
         None,
@@ -102,7 +106,7 @@ def _together(name: str, rows: Sequence[Row]) -> Row:
         sum(row.demand for row in rows),
         [wait_s for row in rows for wait_s in row.queue_s],
         [wait_s for row in rows for wait_s in row.first_token_s],
-        Share(sum(share.got for share in shared), sum(share.due for share in shared)) if shared else None,
+        share,
     )
 
 
@@ -136,31 +140,51 @@ def first_token(result: Result, counts: Callable[[str], bool]) -> Quantiles:
 
 
 def shares(result: Result, window_s: float = SHARE_WINDOW_S) -> dict[str, Share]:
-    """What each tenant got and was due, in parts of what its tier got, over all windows that it waited all through
-    beside another of its tier. Who waits has a request that has arrived and has no first token yet.
+    """What each tenant got and was due while it waited beside others; who hardly did is left out."""
+    contended = Contended(result, window_s)
+    found = {tenant.name: contended.share([tenant.name]) for tenant in result.scenario.traffic.tenants}
+    return {name: share for name, share in found.items() if share is not None}
 
-    Due is a group's part of the weights of the groups that wait, times its tenant's part of the weights in it.
-    Tenants that never waited beside another are left out.
+
+class Contended:
+    """The windows all through which at least two tenants of a tier waited, and what each of these got and was due.
+
+    Who waits has a request that has arrived and has no first token yet. Due is a group's part of the weights of the
+    groups that wait, times its tenant's part of the weights in it, of what those that waited got together.
     """
-    served = _service_by_window(result, window_s)
-    waiting: dict[tuple[int, int], list[TenantSpec]] = defaultdict(list)
-    for tenant, from_s, until_s in _waiting_spans(result):
-        for window in range(-int(-from_s // window_s), int(until_s // window_s)):
-            waiting[window, tenant.tier].append(tenant)
-    got: dict[str, float] = defaultdict(float)
-    due: dict[str, float] = defaultdict(float)
-    whole: dict[int, float] = defaultdict(float)
-    tier_of = {}
-    for (window, tier), tenants in waiting.items():
-        total = sum(served[tenant.name].get(window, 0.0) for tenant in tenants)
-        if len(tenants) < 2 or not total:
-            continue
-        whole[tier] += total
-        for tenant, part in zip(tenants, _parts(result, tenants), strict=True):
-            got[tenant.name] += served[tenant.name].get(window, 0.0)
-            due[tenant.name] += total * part
-            tier_of[tenant.name] = tier
-    return {name: Share(got[name] / whole[tier_of[name]], due[name] / whole[tier_of[name]]) for name in due}
+
+    __slots__ = ("_due", "_got", "_totals", "_windows")
+
+    def __init__(self, result: Result, window_s: float = SHARE_WINDOW_S) -> None:
+        served = _service_by_window(result, window_s)
+        waiting: dict[tuple[int, int], list[TenantSpec]] = defaultdict(list)
+        for tenant, from_s, until_s in _waiting_spans(result):
+            for window in range(-int(-from_s // window_s), int(until_s // window_s)):
+                waiting[window, tenant.tier].append(tenant)
+        self._totals: dict[tuple[int, int], float] = {}
+        self._windows: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        self._got: dict[str, float] = defaultdict(float)
+        self._due: dict[str, float] = defaultdict(float)
+        for where, tenants in waiting.items():
+            got = [served[tenant.name].get(where[0], 0.0) for tenant in tenants]
+            total = sum(got)
+            if len(tenants) < 2 or not total:
+                continue
+            self._totals[where] = total
+            for tenant, mine, part in zip(tenants, got, _parts(result, tenants), strict=True):
+                self._windows[tenant.name].append(where)
+                self._got[tenant.name] += mine
+                self._due[tenant.name] += total * part
+
+    def share(self, names: Iterable[str]) -> Share | None:
+        """Of some tenants together, in parts of what was served while at least one of them waited; None when that was
+        hardly ever."""
+        mine = [name for name in names if name in self._windows]
+        windows = {where for name in mine for where in self._windows[name]}
+        if len(windows) < max(SHARE_WINDOWS_MIN, SHARE_WINDOWS_PART * len(self._totals)):
+            return None
+        whole = sum(self._totals[where] for where in windows)
+        return Share(sum(self._got[name] for name in mine) / whole, sum(self._due[name] for name in mine) / whole)
 
 
 def _parts(result: Result, tenants: Sequence[TenantSpec]) -> list[float]:
@@ -223,7 +247,7 @@ def table(results: Sequence[Result], *, tenants: int = TENANTS_SHOWN) -> str:
 
 
 def _side_by_side(results: Sequence[Result], rows: Sequence[list[Row]]) -> str:
-    width = (WIDTH - 34) // max(len(results), 2)
+    width = (WIDTH - LABEL) // max(len(results), 2)
     lines = [_line("", [_cut(result.scenario.name, width - 2) for result in results], width)]
     outcomes = [_outcomes(result.records) for result in results]
     lines.append(_line("requests", [f"{len(result.records):,}" for result in results], width))
@@ -243,7 +267,8 @@ def _side_by_side(results: Sequence[Result], rows: Sequence[list[Row]]) -> str:
     lines.append(_waits_line("queue wait p50 / p90 / p99, s", [row.queue_s for row in whole], width))
     lines.append(_waits_line("first token p50 / p90 / p99, s", [row.first_token_s for row in whole], width))
     light = [_light_row(result, mine) for result, mine in zip(results, rows, strict=True)]
-    lines.append(_waits_line("  of tenants that ask for little", [row.first_token_s for row in light], width))
+    if any(row.first_token_s for row in light):
+        lines.append(_waits_line("  of tenants that ask for little", [row.first_token_s for row in light], width))
     return "\n".join(lines)
 
 
@@ -264,7 +289,7 @@ def _waits_line(label: str, waits: Sequence[Sequence[float]], width: int) -> str
 
 
 def _line(label: str, cells: Sequence[str], width: int) -> str:
-    return (label.ljust(34) + "".join(cell.rjust(width) for cell in cells)).rstrip()
+    return (label.ljust(LABEL) + "".join(cell.rjust(width) for cell in cells)).rstrip()
 
 
 _HEADS = ("weight", "requests", "share", "due", "wait p50", "p90", "p99", "TTFT p50", "p90", "p99")
@@ -278,7 +303,8 @@ def _by_tenant(result: Result, rows: Sequence[Row], shown: int) -> str:
     if len(rest) == 1:
         listed.append(rest[0])
     elif rest:
-        listed.append(_together(f"{len(rest)} others", rest))
+        share = Contended(result).share([row.name for row in rest])
+        listed.append(_together(f"{len(rest)} others", rest, share))
     name_width = WIDTH - sum(_WIDTHS)
     head = "".join(head.rjust(width) for head, width in zip(_HEADS, _WIDTHS, strict=True))
     lines = [result.scenario.name, "  tenant".ljust(name_width) + head]
@@ -324,13 +350,14 @@ def comparison(base: Result, other: Result, tenants: Sequence[str] = ()) -> str:
     change = [f"tokens per second {_change(base, other, throughput, lambda value: f'{value:,.0f}')}"]
     if tenants:  # (1)
         mine = [
-            _together("", [row for row in tenant_rows(one) if row.name in tenants]) for one in (base, other)
+            _together("", [row for row in tenant_rows(one) if row.name in tenants], Contended(one).share(tenants))
+            for one in (base, other)
         ]
         named = tenants[0] if len(tenants) == 1 else f"{len(tenants)} tenants"
         before, after = mine[0].share, mine[1].share
         if before and after:
             change.insert(0, f"share of {named} {after.got:.0%} (was {before.got:.0%})")
-        change.insert(-1, f"its p90 TTFT {_p90(mine[1])} (was {_p90(mine[0])})")
+        change.insert(-1, f"p90 TTFT of {named} {_p90(mine[1])} (was {_p90(mine[0])})")
     else:  # (2)
         pairs = [(one, tenant_rows(one)) for one in (base, other)]
         whole = [_together("", rows) for _, rows in pairs]
@@ -338,6 +365,9 @@ def comparison(base: Result, other: Result, tenants: Sequence[str] = ()) -> str:
         change.insert(0, f"p90 TTFT {_p90(whole[1])} (was {_p90(whole[0])})")
         if light[0].first_token_s and light[1].first_token_s:
             change.insert(1, f"of tenants that ask for little {_p90(light[1])} (was {_p90(light[0])})")
+    ok = [_outcomes(one.records).get("ok", 0) for one in (base, other)]
+    if ok[0] != ok[1]:
+        change.append(f"answered {ok[1]:,} (was {ok[0]:,})")
     return f"{other.scenario.name}: {', '.join(change)}"
 
 
@@ -376,20 +406,27 @@ def plot(results: Sequence[Result], path: str | Path) -> None:
             squeeze=False,
             layout="constrained",
         )
-        until_s = max(result.ended_s for result in results)
+        until_s = max(1.0, *(result.ended_s for result in results))
         window_s = _nice(until_s / WINDOWS_DRAWN)
-        drawn = [row.name for row in tenant_rows(results[0])[:TENANTS_DRAWN]]
+        ends = []
+        light = set(light_tenants(results[0]))
+        rows = tenant_rows(results[0])
+        drawn = [row.name for row in rows if row.name not in light][:TENANTS_DRAWN] or [rows[0].name]
         for column, result in enumerate(results):
-            axes = [grid[line][column] for line in range(len(heights))]
+            panels = [grid[line][column] for line in range(len(heights))]
             first = column == 0
-            axes[0].set_title(result.scenario.name, fontsize=13, fontweight="bold", pad=26)
-            _draw_service(axes[0], result, drawn, window_s, first)
-            _draw_waits(axes[1], result, drawn, window_s, first)
+            _draw_service(panels[0], result, drawn, window_s, first)
+            # Above the caption of the first panel.
+            name = {"xycoords": "axes fraction", "textcoords": "offset points", "fontweight": "bold"}
+            panels[0].annotate(result.scenario.name, (0, 1), (0, 28), fontsize=13, **name)
+            ends.append((panels[1], _draw_waits(panels[1], result, drawn, window_s, first)))
             if with_limits:
-                _draw_limits(axes[2], result, until_s, first)
-            axes[-1].set_xlabel("seconds")
-            axes[-1].set_xlim(0, until_s)
-        _legend(figure, drawn, len(results[0].scenario.traffic.tenants))
+                _draw_limits(panels[2], result, until_s, first)
+            panels[-1].set_xlabel("seconds")
+            panels[-1].set_xlim(0, until_s)
+        # The axes of a row are one: labels can be placed when all of it is drawn.
+        for axes, lines in ends:
+            _label_ends(axes, lines)
         try:
             figure.savefig(path, format="png", dpi=130)
         except OSError as error:
@@ -427,7 +464,7 @@ _STYLE = {
 
 
 def _draw_service(axes: Any, result: Result, drawn: Sequence[str], window_s: float, first: bool) -> None:
-    _caption(axes, "Service per weight: level lines of one height are fair", first)
+    _caption(axes, "Service per weight: fair is when all who wait are level", first)
     served = _service_by_window(result, window_s)
     windows = range(int(result.ended_s // window_s) + 1)
     for tenant in sorted(result.scenario.traffic.tenants, key=lambda one: one.name in drawn):
@@ -442,8 +479,14 @@ def _draw_service(axes: Any, result: Result, drawn: Sequence[str], window_s: flo
         axes.set_ylabel("cost per second and weight")
 
 
-def _draw_waits(axes: Any, result: Result, drawn: Sequence[str], window_s: float, first: bool) -> None:
-    _caption(axes, "Time to first token, by time of arrival (p90)", first)
+# Where a line ends, its name and its colour.
+_End = tuple[float, float, str, str]
+
+
+def _draw_waits(
+    axes: Any, result: Result, drawn: Sequence[str], window_s: float, first: bool
+) -> list[_End]:
+    _caption(axes, "Time to first token, p90 by time of arrival", first)
     waits: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     light = set(light_tenants(result))
     for record in result.records:
@@ -453,6 +496,7 @@ def _draw_waits(axes: Any, result: Result, drawn: Sequence[str], window_s: float
         name = arrival.tenant if arrival.tenant in drawn else _OTHERS if arrival.tenant in light else ""
         waits[name][int(arrival.time_s // window_s)].append(record.first_token_s - arrival.time_s)
     waits.pop("", None)
+    ends = []
     for name in sorted(waits, key=lambda one: one in drawn):
         windows = sorted(waits[name])
         times = [(window + 0.5) * window_s for window in windows]
@@ -461,18 +505,22 @@ def _draw_waits(axes: Any, result: Result, drawn: Sequence[str], window_s: float
         if name == _OTHERS:
             look |= {"color": "#000000", "linewidth": 2.2, "alpha": 1.0, "linestyle": (0, (1, 1))}
         axes.plot(times, values, **look)
+        ends.append((times[-1], values[-1], name, look["color"]))
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_minor_formatter(lambda value, _: "")
     if first:
         axes.set_ylabel("seconds")
+    return ends
 
 
-_OTHERS = "tenants that ask for little"
+# Of the height of the axes.
+LABEL_HEIGHT = 0.07
+_OTHERS = "light tenants"
 
 
 def _draw_limits(axes: Any, result: Result, until_s: float, first: bool) -> None:
-    _caption(axes, "Requests the gateway lets run on each engine", first)
+    _caption(axes, "Requests the gateway lets run on each engine, as it learns", first)
     engines = sorted({engine for _, engine, _ in result.limits})
     for engine in engines:
         changes = [(time_s, limit) for time_s, one, limit in result.limits if one == engine]
@@ -491,7 +539,7 @@ def _draw_limits(axes: Any, result: Result, until_s: float, first: bool) -> None
 def _caption(axes: Any, text: str, first: bool) -> None:
     """Said once, at the left; the others are read along with it."""
     if first:
-        axes.annotate(text, (0, 1), (0, 8), xycoords="axes fraction", textcoords="offset points", fontsize=10.5)
+        axes.set_title(text, fontsize=10.5)
 
 
 def _look(name: str, drawn: Sequence[str]) -> dict[str, Any]:
@@ -500,16 +548,23 @@ def _look(name: str, drawn: Sequence[str]) -> dict[str, Any]:
     return {"color": _REST, "linewidth": 0.8, "alpha": 0.55, "zorder": 2}
 
 
-def _legend(figure: Any, drawn: Sequence[str], tenants: int) -> None:
-    line = import_module("matplotlib.lines").Line2D
-    lines = [line([], [], color=colour, linewidth=2.5) for colour, _ in zip(_COLOURS, drawn, strict=False)]
-    names = list(drawn)
-    if tenants > len(drawn):
-        lines.append(line([], [], color=_REST, linewidth=1.2))
-        names.append("others, a line each")
-        lines.append(line([], [], color="black", linewidth=2.2, linestyle=(0, (1, 1))))
-        names.append(_OTHERS)
-    figure.legend(lines, names, loc="outside upper left", ncols=len(names), frameon=False)
+def _label_ends(axes: Any, ends: Sequence[_End]) -> None:
+    """Names lines where they end, on a log axis, pushed down where they would overlap."""
+    low, high = (log10(bound) for bound in axes.get_ylim())
+    place = 1.0 + LABEL_HEIGHT
+    last = max((x for x, _, _, _ in ends), default=0.0)
+    for _, y, name, colour in sorted(ends, key=lambda end: -end[1]):
+        place = min(place - LABEL_HEIGHT, (log10(y) - low) / (high - low))
+        axes.annotate(
+            name,
+            (last, place),
+            (6, 0),
+            xycoords=axes.get_xaxis_transform(),
+            textcoords="offset points",
+            va="center",
+            color=colour,
+            fontsize=9,
+        )
 
 
 def _smooth(values: Sequence[float]) -> list[float]:

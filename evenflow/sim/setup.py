@@ -30,10 +30,14 @@ from evenflow.sim.model import (
     TenantSpec,
     Traffic,
 )
-from evenflow.sim.traffic import Flood, Lengths, TrafficError, generate, read_trace, scale
+from evenflow.sim.traffic import TENANTS_MAX, Flood, Lengths, TrafficError, generate, read_trace, scale
 
 # What is made up when no trace is given.
 REQUESTS, RATE = 1000, 1.0
+# Longest prompt and answer that are made up, unless their median asks for more: together they fit in any cache.
+INPUT_MAX, OUTPUT_MAX = 6000, 2000
+# More engines, requests, or seconds of traffic are not simulated: they would take hours, or all memory.
+ENGINES_MAX, REQUESTS_MAX, SPAN_S_MAX = 1024, 10_000_000, 10_000_000.0
 # Who calls without a key, as in the gateway.
 ANONYMOUS, WEIGHT = "anonymous", 10.0
 
@@ -96,10 +100,10 @@ class Change(NamedTuple):
         return f"{self.option}: {self.kind}.{self.name}"
 
 
-def _whole(least: int) -> Callable[[str], int]:
+def _whole(least: int, most: int = 1_000_000_000) -> Callable[[str], int]:
     def convert(text: str) -> int:
-        if not re.fullmatch(r"\d{1,12}", text) or int(text) < least:
-            raise ValueError(f"'{text}' is no whole number of {least} or more; give such a number")
+        if not re.fullmatch(r"[0-9]{1,12}", text) or not least <= int(text) <= most:
+            raise ValueError(f"'{text}' is no whole number from {least:,} to {most:,}; give such a number")
         return int(text)
 
     return convert
@@ -134,7 +138,7 @@ def _slots(text: str) -> Any:
     try:
         return _whole(1)(text)
     except ValueError:
-        raise ValueError(f"'{text}' is no limit; give auto, none, or a whole number of 1 or more") from None
+        raise ValueError(f"'{text}' is no limit; give auto, none, or a whole number above 0") from None
 
 
 def _truth(text: str) -> bool:
@@ -170,8 +174,8 @@ class Option:
 
 OPTIONS: dict[str, Option] = {
     "trace": Option(str, "FILE", "a recorded load (docs/SIMULATION.md tells the formats); without it one is made up"),
-    "tenants": Option(_whole(1), "N", "tenants that are made up, or given to a trace that names none (10)"),
-    "requests": Option(_whole(1), "N", f"requests; a trace is cut, or repeated, to so many ({REQUESTS})"),
+    "tenants": Option(_whole(1, TENANTS_MAX), "N", "tenants that are made up, or given to a trace without any (10)"),
+    "requests": Option(_whole(1, REQUESTS_MAX), "N", f"requests; a trace is cut, or repeated, to so many ({REQUESTS})"),
     "rate": Option(_number, "R", f"requests per second on average ({RATE:g}; of a trace: its own)"),
     "speed": Option(_number, "X", "a trace so many times as fast"),
     "skew": Option(_not_below_0, "Z", "exponent of Zipf over the tenants; 0: all send alike (1.2)"),
@@ -183,7 +187,7 @@ OPTIONS: dict[str, Option] = {
     "seed": Option(_whole(0), "S", "another seed, another run; the same one, the same run (0)"),
     "config": Option(_config, "FILE", "a gateway's configuration: tiers, groups, tenants, number of workers, limits"),
     "engine": Option(_engine, "PROFILE|FILE", f"the engines: {', '.join(PROFILES)}, or a file that --fit wrote"),
-    "engines": Option(_whole(1), "N", "how many engines (as many as the configuration has workers, else 1)"),
+    "engines": Option(_whole(1, ENGINES_MAX), "N", "how many (as many as the configuration has workers, else 1)"),
     "kv_told": Option(_truth, "true|false", "the engines tell how much their KV cache holds, and are kept within it"),
     "slots": Option(_slots, "auto|none|N", "requests the gateway lets run on each engine (auto)"),
     "policy": Option(_one_of(get_args(Policy)), "NAME", f"who is next: {', '.join(get_args(Policy))} (fair)"),
@@ -249,7 +253,7 @@ def fault_of(text: str) -> Fault:
         numbers = [float(part) for part in parts]
     except ValueError:
         numbers = []
-    if len(numbers) != _FAULTS[kind] or not all(isfinite(number) and number >= 0.0 for number in numbers):
+    if len(numbers) != _FAULTS[kind] or not all(0.0 <= number <= SPAN_S_MAX for number in numbers):
         shape = {2: "AT:PART", 3: "ENGINE:FROM:UNTIL", 4: "ENGINE:FROM:UNTIL:FACTOR"}[_FAULTS[kind]]
         raise Mistake(f"--fault: '{text}' does not tell when; write {kind}:{shape}, times in seconds")
     if kind == "leave_storm":
@@ -300,6 +304,13 @@ class Traffics:
             except TrafficError as error:
                 field, _, wrong = str(error).partition(": ")
                 raise Mistake(f"--{field.replace('_', '-')}: {wrong}") from None
+            span_s = self._known[key].arrivals[-1].time_s
+            if span_s > SPAN_S_MAX:
+                most = f"{SPAN_S_MAX / 86400:.0f} days"
+                raise Mistake(
+                    f"--rate: the traffic lasts {span_s / 86400:,.0f} days, more than {most}; give a higher --rate, "
+                    "or fewer --requests"
+                )
         return self._known[key]
 
 
@@ -311,14 +322,18 @@ def _traffic(setup: Setup, tenants: int) -> Traffic:
             rate=setup.rate or RATE,
             skew=setup.skew,
             burst=setup.burst,
-            input_tokens=Lengths(setup.input_tokens, 1.0),
-            output_tokens=Lengths(setup.output_tokens, 0.8, 4096),
+            input_tokens=_lengths(setup.input_tokens, 1.0, INPUT_MAX),
+            output_tokens=_lengths(setup.output_tokens, 0.8, OUTPUT_MAX),
             one_shot=setup.one_shot,
             flood=None if setup.flood is None else Flood(0, setup.flood),
             seed=setup.seed,
         )
     traffic = read_trace(setup.trace, tenants=tenants, seed=setup.seed)
     return scale(traffic, rate=setup.rate, speed=setup.speed, repeat=setup.requests, limit=setup.requests)
+
+
+def _lengths(median: float, sigma: float, maximum: int) -> Lengths:
+    return Lengths(median, sigma, max(maximum, int(median * 10.0)))
 
 
 def scenario(name: str, setup: Setup, sources: Traffics, notes: Notes, engines: int | None = None) -> Scenario:
@@ -364,10 +379,11 @@ def _as_configured(scenario: Scenario, setup: Setup, settings: Settings, notes: 
     """What the command line left to the configuration."""
     scheduling, limits = settings.scheduling, settings.limits
     if setup.slots is None and settings.workers:
-        slots = {worker.slots for worker in settings.workers}
-        scenario = replace(scenario, slots=settings.workers[0].slots)
-        if len(slots) > 1:
-            notes.add(f"all engines have the {settings.workers[0].slots} slots of the first worker")
+        # Unset, they are learned from an engine that tells its queue, as the simulated ones do.
+        slots = [worker.slots or "auto" for worker in settings.workers]
+        scenario = replace(scenario, slots=slots[0])
+        if len(set(slots)) > 1:
+            notes.add(f"all engines have the slots of the first worker: {slots[0]}")
     costs = scheduling.token_cost
     if (costs.input, costs.cached, costs.output) != (1.0, 0.1, 2.0):
         notes.add("scheduling.token_cost is not simulated: tokens cost 1, 0.1 cached, 2 in answers")

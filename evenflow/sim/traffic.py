@@ -70,6 +70,7 @@ def read_trace(path: str | Path, *, tenants: int = 10, seed: int = 0) -> Traffic
             else:  # (3)
                 arrivals = _sorted(_csv(file, place, _Assigned(tenants, seed)), place)
         except UnicodeDecodeError:
+            place.line = _undecodable(path)
             raise place.error("text", "is not UTF-8", "save the file as UTF-8 text") from None
     return _traffic(path.stem, arrivals)
 
@@ -91,6 +92,15 @@ def _require_text(path: Path) -> None:
         raise place.error("file", "is binary", "unpack it, or convert it to CSV or JSON lines")
     if not look.strip():
         raise place.error("file", "is empty", "name a trace with at least one request")
+
+
+def _undecodable(path: Path) -> int:
+    """The number of the first line that is not UTF-8; decoding is done in blocks, so it is looked for."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if "\ufffd" in line.decode("utf-8", "replace") and "\ufffd".encode() not in line:
+                return number
+    return 1
 
 
 @dataclass(slots=True)

@@ -58,7 +58,7 @@ class Member(Tenant):
 class Directory:
     """Key digests → tenants, the anonymous tenant if there is one, and the operators' own keys."""
 
-    __slots__ = ("_admin", "_by_digest", "_worker_token", "anonymous", "members", "open")
+    __slots__ = ("_admin", "_by_digest", "_worker_token", "anonymous", "members", "open", "users")
 
     def __init__(self, settings: Settings, earlier: "Directory | None" = None, now: float = 0.0) -> None:
         """With an `earlier` one, tenants of the same name go on as they are: what they run, have waiting and have used
@@ -78,10 +78,18 @@ class Directory:
             self.members.append(member)
             for digest in tenant.keys:
                 self._by_digest[digest] = (digest, member)
-        # With no tenant configured no key can be right or wrong: everyone is anonymous.
-        self.open = not settings.tenants and settings.auth.anonymous
+        # Tenants by the user_id that is taken for their name; None where a user_id is a label (`auth.trust_user_id`).
+        self.users: dict[str, Member] | None = None
+        if settings.auth.trust_user_id:
+            keyless = {tenant.name for tenant in settings.tenants if not tenant.keys}
+            self.users = {member.name: member for member in self.members if member.name in keyless}
+        # Where nobody has a key none can be right or wrong: everyone is anonymous, or who their user_id says.
+        self.open = settings.auth.anonymous and not (self._by_digest if self.users is not None else settings.tenants)
         self.anonymous: Member | None = None
-        if settings.auth.anonymous:
+        default_user = settings.auth.default_user
+        if settings.auth.anonymous and self.users is not None and default_user is not None:
+            self.anonymous = self.users[default_user]
+        elif settings.auth.anonymous:
             group = ANONYMOUS if ANONYMOUS in tier_of else settings.scheduling.tiers[-1].groups[-1].name
             self.anonymous = anonymous = known.get(ANONYMOUS) or Member(ANONYMOUS, group, 10.0, 0)
             anonymous.group, anonymous.tier = group, tier_of[group]
