@@ -5,6 +5,7 @@ anything of a wrong shape is passed over here, since validation tells of it. Mes
 """
 
 from collections.abc import Hashable, Iterable, Iterator
+from math import fsum
 from typing import Any
 
 from evenflow.config.document import Document, Location, dotted, plain_value
@@ -14,17 +15,19 @@ from evenflow.config.settings import ANONYMOUS_GROUP, DEFAULT_GROUP, Settings, a
 
 # Something named in the configuration, and where: (("tenants", 0, "name"), "alice").
 _Named = tuple[Location, Hashable]
+# Among more names than this no nearest one is looked for, which would take seconds.
+_NAMES_COMPARED_MAX = 1000
 
 
 def problem_at(document: Document, location: Location, message: str) -> Problem:
     """A problem at the nearest place that is known: a missing option stands where its group begins."""
     for length in range(len(location), -1, -1):
-        place = document.places.get(location[:length])
+        place = document.place(location[:length])
         if place is None:
             continue
         key = dotted(location)
         if place.label:
-            key = f"{place.label} ({key})"
+            key = place.label if place.is_whole else f"{place.label} ({key})"
         return Problem(place.file, place.line, key, message)
     return Problem(document.file, 0, dotted(location), message)
 
@@ -43,8 +46,14 @@ def warnings(settings: Settings, document: Document) -> Iterator[str]:
         yield "no worker is configured, so every request gets 503; add one under `workers` or by --worker"
     if not settings.auth.anonymous and not settings.tenants:
         yield "auth.anonymous is false and no tenant is configured, so every request gets 401; add a tenant"
-    for tenant in settings.tenants:
-        if not tenant.keys:
+    without_keys = [tenant for tenant in settings.tenants if not tenant.keys]
+    if settings.auth.trust_user_id and without_keys:
+        yield (
+            "auth.trust_user_id: anyone who reaches the gateway can claim any user_id; give tenants keys, which ends "
+            "that for them, or let only a front end in that sets the user_id itself"
+        )
+    elif not settings.auth.trust_user_id:
+        for tenant in without_keys:
             yield f"tenant '{tenant.name}' has no keys, so nobody can call as it"
 
 
@@ -52,6 +61,7 @@ def _mistakes(values: dict[str, Any], document: Document) -> Iterator[tuple[Loca
     yield from _in_workers(values, document)
     yield from _in_tiers(values, document)
     yield from _in_tenants(values, document)
+    yield from _in_auth(values)
     yield from _in_keys(values, document)
     yield from _in_heartbeats(values)
 
@@ -97,11 +107,12 @@ def _in_tiers(values: dict[str, Any], document: Document) -> Iterator[tuple[Loca
     yield from _twice(_names(tiers), document, "is the name of another tier too")
     yield from _twice(_names(groups), document, "is a group already; a group belongs to one tier only")
     shares = [tier.get("min_share") for _, tier in tiers]
-    total = sum(share for share in shares if isinstance(share, int | float) and 0 <= share < 1)
+    # fsum: ten times 0.1 is 1, and not a little less.
+    total = fsum(share for share in shares if isinstance(share, int | float) and 0 <= share < 1)
     if total >= 1:
         yield ("scheduling", "tiers"), f"all min_share together are {total:g}; they must be less than 1"
     known = [str(name) for _, name in _names(groups)]
-    if groups and ANONYMOUS_GROUP not in known and _is_anonymous(values):
+    if groups and ANONYMOUS_GROUP not in known and _is_anonymous(values) and not _auth(values).get("default_user"):
         message = f"no tier has a group '{ANONYMOUS_GROUP}', but requests without a key are served"
         hint = "add {name: anonymous, weight: 1} to a tier, or set auth.anonymous: false"
         yield ("scheduling", "tiers"), f"{message}; {hint}"
@@ -119,6 +130,26 @@ def _in_tenants(values: dict[str, Any], document: Document) -> Iterator[tuple[Lo
         if isinstance(group, str) and group not in known:
             default = "" if "group" in tenant else " (the default)"
             yield (*location, "group"), f"no tier has a group '{group}'{default}{did_you_mean(group, known)}"
+        if "weight" in tenant and tenant.get("background") is True:
+            yield (*location, "weight"), "is not for a tenant in the background; remove it, or `background`"
+
+
+def _in_auth(values: dict[str, Any]) -> Iterator[tuple[Location, str]]:
+    trusts = _toggle(values, "trust_user_id")
+    if trusts and not _is_anonymous(values):
+        yield (
+            ("auth", "trust_user_id"),
+            "has no effect while requests without a key are refused; set auth.anonymous: true as well",
+        )
+    default = _auth(values).get("default_user")
+    if not isinstance(default, str):
+        return
+    names = {str(name) for _, name in _names(_entries(values, "tenants"))}
+    if not trusts:
+        yield ("auth", "default_user"), "has no effect without auth.trust_user_id: true"
+    elif default not in names:
+        hint = did_you_mean(default, names) if len(names) <= _NAMES_COMPARED_MAX else ""
+        yield ("auth", "default_user"), f"no tenant is called '{default}'{hint or '; add it under `tenants`'}"
 
 
 def _in_keys(values: dict[str, Any], document: Document) -> Iterator[tuple[Location, str]]:
@@ -201,11 +232,21 @@ def _address(worker: dict[str, Any]) -> str:
 
 
 def _is_anonymous(values: dict[str, Any]) -> bool:
+    anonymous = _toggle(values, "anonymous")
+    return not values.get("tenants") if anonymous is None else anonymous
+
+
+def _toggle(values: dict[str, Any], name: str) -> bool | None:
+    """A toggle of `auth`, None if it is not given. Text of the environment has no type of its own."""
+    value = _auth(values).get(name)
+    if isinstance(value, str):
+        value = plain_value(value)
+    return None if value is None else value is True
+
+
+def _auth(values: dict[str, Any]) -> dict[str, Any]:
     auth = values.get("auth")
-    if isinstance(auth, dict) and "anonymous" in auth:
-        anonymous = auth["anonymous"]
-        return (plain_value(anonymous) if isinstance(anonymous, str) else anonymous) is True
-    return not values.get("tenants")
+    return auth if isinstance(auth, dict) else {}
 
 
 def _standard_groups() -> Iterator[Any]:
@@ -219,6 +260,6 @@ def _twice(named: Iterable[_Named], document: Document, message: str) -> Iterato
         if name not in first:
             first[name] = location
             continue
-        place = document.places.get(first[name])
+        place = document.place(first[name])
         line = f", first in line {place.line}" if place and place.line else ""
         yield location, f"{message} ({dotted(first[name])}{line})"

@@ -7,7 +7,7 @@ false are booleans. Lists come out as tuples. `${NAME}` inside a text is taken f
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,12 @@ from evenflow.config.problems import Problem
 # Where a value stands: ("workers", 0, "slots").
 Location = tuple[str | int, ...]
 
-_REFERENCE = re.compile(r"\$(\$?)\{([^{}]*)\}")
+# ${NAME} in a text, or $${NAME} for these characters.
+REFERENCE = re.compile(r"\$(\$?)\{([^{}]*)\}")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _NESTING_MAX = 32
 # Values in one document; aliases of aliases can multiply a short text beyond any memory.
-_VALUES_MAX = 500_000
+_VALUES_MAX = 1_000_000
 
 _STR, _INT, _FLOAT = "tag:yaml.org,2002:str", "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 _BOOL, _NULL = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:null"
@@ -50,6 +51,8 @@ class Place:
     file: str
     line: int = 0
     label: str = ""
+    # Whether the label says it all, and the dotted key would only puzzle.
+    is_whole: bool = False
 
 
 @dataclass(slots=True)
@@ -60,8 +63,19 @@ class Document:
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[Location, Place] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    # What is worth a word though nothing is wrong, each with the option that it is about, () for none.
+    warnings: list[tuple[Location, Problem]] = field(default_factory=list)
     # Names of the variables that the text refers to.
     referenced: set[str] = field(default_factory=set)
+    # Where values stand that are not in `places`: of a large file of another form, found only when asked for.
+    elsewhere: Callable[[Location], Place | None] | None = None
+
+    def place(self, location: Location) -> Place | None:
+        """Where a value was written, None for one that was not."""
+        place = self.places.get(location)
+        if place is None and self.elsewhere is not None:
+            return self.elsewhere(location)
+        return place
 
 
 def plain_value(text: str) -> Any:
@@ -93,18 +107,32 @@ def dotted(location: Location) -> str:
     return text
 
 
+def shown_name(name: str) -> str:
+    """The name of an option that does not exist, cut short where it may be somebody's key."""
+    is_harmless = re.fullmatch(r"[A-Za-z_-]{1,32}", name) and not name.startswith("sk-")
+    return name if is_harmless else f"{name[:3]}…"
+
+
 def read_document(path: str, environ: Mapping[str, str]) -> Document:
     """The document in a file. Never raises for what the file holds: see `problems`."""
     document = Document(path)
+    text = read_text(document)
+    return document if text is None else parse_document(document, text, environ)
+
+
+def read_text(document: Document) -> str | None:
+    """The text of a document's file; None, and a problem in the document, if it cannot be read."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        return Path(document.file).read_text(encoding="utf-8")
     except FileNotFoundError:
-        return _refused(document, 0, "there is no such file; check the path given with --config")
+        _refused(document, 0, "there is no such file; check its path")
     except UnicodeDecodeError:
-        return _refused(document, 0, "is not UTF-8 text; save it as UTF-8")
+        _refused(document, 0, "is not UTF-8 text; save it as UTF-8")
     except OSError as error:
-        return _refused(document, 0, f"cannot be read: {error.strerror}")
-    return parse_document(document, text, environ)
+        _refused(document, 0, f"cannot be read: {error.strerror}")
+    except ValueError:  # a path with a zero byte
+        _refused(document, 0, "is no path; check it")
+    return None
 
 
 def parse_document(document: Document, text: str, environ: Mapping[str, str]) -> Document:
@@ -118,7 +146,7 @@ def parse_document(document: Document, text: str, environ: Mapping[str, str]) ->
         if tabs:
             return document
         mark = error.problem_mark or error.context_mark
-        hint = '; write references in quotes: "${NAME}"' if _REFERENCE.search(text) else ""
+        hint = '; write references in quotes: "${NAME}"' if REFERENCE.search(text) else ""
         return _refused(document, mark.line + 1 if mark else 0, f"is not YAML here: {error.problem}{hint}")
     except yaml.YAMLError as error:
         return _refused(document, 0, f"is not YAML: {str(error).splitlines()[0]}")
@@ -227,7 +255,7 @@ class _Reader:
                 self._problem(line, location, f"the environment variable {name} is not set{self._near(name)}")
             return self.environ.get(name, "")
 
-        return _REFERENCE.sub(replacement, text)
+        return REFERENCE.sub(replacement, text)
 
     def _problem(self, line: int, location: Location, message: str) -> None:
         self.document.problems.append(Problem(self.document.file, line, dotted(location), message))

@@ -5,16 +5,28 @@ those in the file. Reads the file and the environment it is given; changes nothi
 """
 
 import difflib
+import gc
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
 
-from evenflow.config import checks
-from evenflow.config.document import Document, Location, Place, Written, dotted, plain_value, read_document
+from evenflow.config import checks, older
+from evenflow.config.document import (
+    Document,
+    Location,
+    Place,
+    Written,
+    dotted,
+    parse_document,
+    plain_value,
+    read_text,
+    shown_name,
+)
 from evenflow.config.options import ENVIRONMENT_PREFIX, environment_options, field_at, fields_at, model_in
 from evenflow.config.problems import ConfigErrors, Problem, did_you_mean
 from evenflow.config.settings import Settings
@@ -32,18 +44,52 @@ def load(
     `overrides` holds what the command line gave: {"listen.port": "8001", "workers": ["http://127.0.0.1:9001"]};
     text is read as the option needs it. Raises ConfigErrors with every problem.
     """
-    document = Document("command line") if path is None else read_document(path, environ)
+    with _without_collection():
+        return _load(path, environ, overrides or {})
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """No search for garbage meanwhile: of 100,000 tenants nothing is garbage, and half of the time went into it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _load(path: str | None, environ: Mapping[str, str], overrides: Mapping[str, Any]) -> Settings:
+    document = Document("command line") if path is None else _read(path, environ)
     if path is not None and document.problems and not document.values:
         raise ConfigErrors(document.problems)
     _drop_empty_groups(document)
     _overlay_environment(document, environ)
-    _overlay_command_line(document, overrides or {})
+    _overlay_command_line(document, overrides)
     settings = _validated(document)
     document.problems.extend(checks.between_options(document))
     if settings is None or document.problems:
         raise ConfigErrors(document.problems)
-    settings._warnings = tuple(checks.warnings(settings, document))
+    settings._warnings = (*_warnings_of_the_text(document), *checks.warnings(settings, document))
     return settings
+
+
+def _read(path: str, environ: Mapping[str, str]) -> Document:
+    """The document of a file: of ours, or of an older service as if it had been written in ours."""
+    document = Document(path)
+    text = read_text(document)
+    if text is None:
+        return document
+    return older.read(document, text) or parse_document(document, text, environ)
+
+
+def _warnings_of_the_text(document: Document) -> Iterator[str]:
+    """What reading it found, but for options that the environment or the command line has set since."""
+    for location, problem in document.warnings:
+        place = document.places.get(location)
+        if place is None or place.file == document.file:
+            yield str(problem)
 
 
 def _drop_empty_groups(document: Document) -> None:
@@ -156,9 +202,7 @@ def _message(error: Any, location: Location) -> str:
 
 def _unknown_key(location: Location) -> str:
     """The dotted key of an option that does not exist, cut short where its name may be somebody's key."""
-    name = str(location[-1])
-    is_harmless = re.fullmatch(r"[A-Za-z_-]{1,32}", name) and not name.startswith("sk-")
-    return dotted((*location[:-1], name if is_harmless else f"{name[:3]}…"))
+    return dotted((*location[:-1], shown_name(str(location[-1]))))
 
 
 _BOUNDS = {

@@ -211,6 +211,18 @@ class AuthSettings(_Group):
         repr=False,
         description="Token asked of workers that register themselves, plain or as `sha256:<hex>`.",
     )
+    trust_user_id: Toggle = Field(
+        default=False,
+        description="Whether the `user_id` (or `user`) in the body of a request without a key is taken as the name of "
+        "its tenant, one that has no keys. Only behind a front end that sets it: anyone can claim any name. Without "
+        "it a user_id is a label and nothing else.",
+    )
+    default_user: Label | None = Field(
+        default=None,
+        description="Tenant of the requests without a key that have no user_id, or one that names no tenant; needs "
+        "`trust_user_id`.",
+        json_schema_extra={"default_text": "none; they are in the group 'anonymous'"},
+    )
 
 
 class WorkerSettings(_Group):
@@ -349,6 +361,10 @@ class TenantSettings(_Group):
     weight: Weight = Field(
         default=DEFAULT_WEIGHT, description="Share against the other tenants of its group."
     )
+    background: Toggle = Field(
+        default=False,
+        description="Whether it is served only while nobody else of its group waits; it has no weight then.",
+    )
     keys: Annotated[tuple[KeyDigest, ...], _AsTuple] = Field(
         default=(), repr=False, description="Its API keys, each plain or as `sha256:<hex>`."
     )
@@ -358,6 +374,13 @@ class TenantSettings(_Group):
         description="Whether its waiting streams are sent comment lines (see timeouts.comment_s); false for clients "
         "that cannot bear them.",
     )
+
+    @model_validator(mode="after")
+    def _no_weight_in_the_background(self) -> Self:
+        # The only way to the weight 0, which means exactly this to the queue.
+        if self.background:
+            object.__setattr__(self, "weight", 0.0)
+        return self
 
 
 class LimitSettings(_Group):

@@ -1,6 +1,7 @@
 """`evenflow import`: what is printed means what the file means."""
 
 import json
+from contextlib import suppress
 
 import pytest
 import yaml
@@ -103,7 +104,7 @@ def test_the_environment_does_not_matter(capsys, written, monkeypatch):
 @pytest.mark.parametrize(
     ("service", "content", "words"),
     [
-        ("alpa", {"allowed_api_keys": ["sk-a"], "api_key_weights": {"sk-a": 0}}, ":6: api_key_weights (entry 1): must be"),
+        ("alpa", {**KEYS, "api_key_weights": {"sk-a": 0}}, ":7: api_key_weights (entry 1): must be at least"),
         ("lmdeploy", {**QOS, "user_groups": ["Gold"]}, ":17: user_group_map.Iron: is not in user_groups"),
         ("lmdeploy", KEYS, "is a keys file of Alpa; run `evenflow import alpa "),
         ("alpa", QOS, "is a QoS file of LMDeploy; run `evenflow import lmdeploy "),
@@ -161,13 +162,13 @@ def test_serve_takes_the_file_itself(capsys, written, tmp_path):
 
 # Texts that have tripped readers of YAML: its own words, references, signs that end lines, signs beyond 16 bits.
 ODD = st.sampled_from(
-    ["no", "null", "1", "1e3", "0x1", "${A}", "$${A}", "$$${A}", "${a${b}", "#", "a: b", "- a", "'", '"', "\\", "a\u2028b"]
-    + ["a\u0085b", "\U0001f600", "\ufeff", "\u200b", "default", "{", "]", "&a", "*a", "!t", "%", "@", "`", "~", "\\U0041"]
+    "no null 1 1e3 0x1 ${A} $${A} $$${A} ${a${b} # ' \" \\ \\U0041 - a: b { ] &a *a !t % @ ` ~ default".split(" ")
+    + [" a", "a: b", "- a", "a #b", "a\u2028b", "a\u0085b", "\U0001f600", "\ufeff", "\u200b"]
 )
 TEXT = ODD | st.text(min_size=1, max_size=5)
-LABEL = ODD | st.text(
+LABEL = ODD.filter(lambda text: text != " a") | st.text(
     st.characters(exclude_categories=["Cs", "Cc", "Zs", "Zl", "Zp"]), min_size=1, max_size=5
-).filter(lambda text: text != "anonymous")
+)
 WEIGHT = st.integers(1, 10**6) | st.floats(1e-6, 1e6)
 
 
@@ -227,7 +228,5 @@ FIELDS = st.sampled_from(
 def test_any_other_shape_loads_or_is_told(tmp_path_factory, value):
     path = tmp_path_factory.getbasetemp() / "shape.json"
     path.write_text(json.dumps(value))
-    try:
-        load(str(path), environ={})
-    except ConfigErrors as errors:
-        assert errors.problems
+    with suppress(ConfigErrors):  # any other error is a defect
+        assert load(str(path), environ={}).scheduling.tiers
