@@ -142,7 +142,7 @@ def _in_auth(values: dict[str, Any]) -> Iterator[tuple[Location, str]]:
             "has no effect while requests without a key are refused; set auth.anonymous: true as well",
         )
     default = _auth(values).get("default_user")
-    if not isinstance(default, str):
+    if not isinstance(default, str) or not default:
         return
     names = {str(name) for _, name in _names(_entries(values, "tenants"))}
     if not trusts:

@@ -259,7 +259,7 @@ def _match_groups(said: Translation, order: list[str], users: dict[str, Any]) ->
         if name not in users:
             place = said.origins["scheduling", "tiers", index]
             hint = _nearest(name, [other for other in users if other not in known])
-            said.wrong(place, f"is not in user_group_map{hint or '; add it there with its users'}")
+            said.wrong(place, f"'{_shown_group(name)}' is not in user_group_map{hint or '; add it there'}")
     for name in users:
         if name not in known:
             message = "is not in user_groups, so it has no place in their order"

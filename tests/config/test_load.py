@@ -275,6 +275,19 @@ def tenant(rest):
             "workers[0].name: must have 1 to 128 visible ASCII characters without spaces",
         ),
         (tenant("name: ''").replace("name: a, ", ""), "tenants[0].name: must have 1 to 128 characters"),
+        (tenant("group: [web, keys]"), "tenants[0].group: must be text, is a list"),
+        (tenant("groups: [web]"), "tenants[0].groups: unknown option, did you mean 'group'?"),
+        (tenant("background: 1"), "tenants[0].background: must be true or false, is 1"),
+        ("auth: {trust_user_id: yes}", "auth.trust_user_id: must be true or false, is text"),
+        ("auth: {default_user: ''}", "auth.default_user: must have 1 to 128 characters"),
+        (
+            "scheduling: {tiers: [{name: t, groups: [{name: anonymous}, web]}]}",
+            "scheduling.tiers[0].groups[1]: must be a mapping of options, is text",
+        ),
+        (
+            "scheduling: {tiers: [{name: t, min_share: 1, groups: [{name: anonymous}]}]}",
+            "scheduling.tiers[0].min_share: must be less than 1, is 1",
+        ),
         (
             "scheduling: {cost: token}",
             "scheduling.cost: must be one of tokens, sequences, did you mean 'tokens'?",
@@ -443,6 +456,59 @@ TIER = "scheduling:\n tiers:\n - {name: t, groups: [{name: anonymous}]}"
             "scheduling.tiers: all min_share together are 1; they must be less than 1",
         ),
         (
+            f"{TIER}\n - {{name: u, groups: [{{name: x}}, {{name: y}},\n   {{name: x}}]}}",
+            5,
+            "scheduling.tiers[1].groups[2].name: is a group already",
+        ),
+        (
+            # ten times 0.1 is a little less than 1 when it is added naively
+            "scheduling:\n tiers:\n - {name: t, groups: [{name: anonymous}]}\n"
+            + "".join(f" - {{name: u{n}, min_share: 0.1, groups: [{{name: x{n}}}]}}\n" for n in range(10)),
+            2,
+            "scheduling.tiers: all min_share together are 1; they must be less than 1",
+        ),
+        (
+            "scheduling:\n tiers:\n - {name: t, groups: [{name: anonymous}]}\n"
+            " - {name: u, min_share: 0.7, groups: [{name: x}]}\n - {name: v, min_share: 0.8, groups: [{name: y}]}",
+            2,
+            "scheduling.tiers: all min_share together are 1.5; they must be less than 1",
+        ),
+        (
+            "tenants:\n- {name: a, group: keys, keys: [k1]}\n- {name: a, group: web, keys: [k3]}",
+            3,
+            "tenants[1].name: is the name of another tenant too (tenants[0].name, first in line 2)",
+        ),
+        (
+            "tenants:\n- name: a\n  background: true\n  weight: 3",
+            4,
+            "tenants[0].weight: is not for a tenant in the background; remove it, or `background`",
+        ),
+        (
+            "auth:\n  anonymous: false\n  trust_user_id: true",
+            3,
+            "auth.trust_user_id: has no effect while requests without a key are refused",
+        ),
+        (
+            "auth:\n  trust_user_id: true\ntenants: [{name: a}]",
+            2,
+            "auth.trust_user_id: has no effect while requests without a key are refused; set auth.anonymous: true",
+        ),
+        (
+            "auth:\n  default_user: a\ntenants: [{name: a}]",
+            2,
+            "auth.default_user: has no effect without auth.trust_user_id: true",
+        ),
+        (
+            "auth:\n  {anonymous: true, trust_user_id: true,\n  default_user: alcie}\ntenants: [{name: alice}]",
+            3,
+            "auth.default_user: no tenant is called 'alcie', did you mean 'alice'?",
+        ),
+        (
+            "auth: {anonymous: true, trust_user_id: true, default_user: a}",
+            1,
+            "auth.default_user: no tenant is called 'a'; add it under `tenants`",
+        ),
+        (
             "fleet: {heartbeat_expiry_s: 45}",
             1,
             "fleet.heartbeat_expiry_s: heartbeat_expiry_s (45) must be",
@@ -598,6 +664,31 @@ def test_a_secret_is_shown_by_reveal_alone():
 def test_what_is_probably_not_meant_is_a_warning(configuration, text, words):
     (warning,) = configuration(text).warnings
     assert words in warning
+
+
+def test_user_ids_that_are_trusted_are_a_warning_until_every_tenant_has_keys(configuration):
+    text = "auth: {anonymous: true, trust_user_id: true}\nworkers: [{url: 'http://h:1'}]\ntenants: [{name: a%s}]"
+    (warning,) = configuration(text % "").warnings
+    assert "anyone who reaches the gateway can claim any user_id" in warning
+    assert configuration(text % ", keys: [k]").warnings == ()
+
+
+def test_user_ids_are_not_trusted_unless_it_is_set(configuration):
+    assert configuration("auth: {anonymous: true}").auth.trust_user_id is False
+    environ = {"EVENFLOW_AUTH_TRUST_USER_ID": "true", "EVENFLOW_AUTH_DEFAULT_USER": "a"}
+    auth = configuration("auth: {anonymous: true}\ntenants: [{name: a}]", environ).auth
+    assert (auth.trust_user_id, auth.default_user) == (True, "a")
+
+
+def test_groups_of_ones_own_need_no_anonymous_where_a_default_user_takes_its_place(configuration):
+    text = "scheduling: {tiers: [{name: t, groups: [{name: x}]}]}\ntenants: [{name: a, group: x}]\n"
+    auth = "auth: {anonymous: true, trust_user_id: true, default_user: a}"
+    assert configuration(text + auth).auth.default_user == "a"
+
+
+def test_a_tenant_in_the_background_has_no_weight(configuration):
+    text = "tenants: [{name: a, background: true, keys: [k]}, {name: b, background: false, weight: 3, keys: [l]}]"
+    assert [tenant.weight for tenant in configuration(text).tenants] == [0, 3]
 
 
 def test_a_usual_configuration_has_no_warning(configuration):

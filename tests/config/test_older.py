@@ -436,7 +436,7 @@ def test_a_quota_that_is_none_is_told_with_its_line(told, quota, words):
         (
             '"Bronze"]',
             '"Bronze", "Iron"]',
-            "old.json:3: user_groups[4]: is not in user_group_map; add it there with its users",
+            "old.json:3: user_groups[4]: 'Iron' is not in user_group_map; add it there",
         ),
         ('"Bronze"]', '"Bronze", "Gold"]', "old.json:3: user_groups[4]: is given before (user_groups[1]); remove one"),
         ('"Bronze"]', '"Bronze", 5]', "old.json:3: user_groups[4]: must be text; put it in quotes"),
@@ -478,7 +478,7 @@ def test_a_list_of_groups_that_is_none_makes_every_group_a_mistake(told):
 
 def test_groups_that_do_not_match_are_told_with_the_nearest_name(told):
     assert told(QOS.replace('"Gold": [', '"Gld": [')) == [
-        "old.json:3: user_groups[1]: is not in user_group_map, did you mean 'Gld'?",
+        "old.json:3: user_groups[1]: 'Gold' is not in user_group_map, did you mean 'Gld'?",
         "old.json:6: user_group_map.Gld: is not in user_groups, so it has no place in their order, did you mean "
         "'Gold'?",
     ]
