@@ -194,7 +194,7 @@ def main() -> None:
     today = time.strftime("%Y-%m-%d")
     text = f"""# The schedule in simulated time, {today}
 
-`benchmarks/schedule.py`, Python {platform.python_version()}. Service differences are in cost per second, computed as in the paper.
+`benchmarks/schedule.py`, Python {platform.python_version()}. Service differences: cost per second, as in the paper.
 
 ## The arena log on one engine: policies side by side
 

@@ -29,6 +29,8 @@ _LMDEPLOY_NAMES = ("enable_user_qos", "user_groups", "user_group_map")
 _USER_NAMES = ("id", "quota_pct")
 _ALL_NAMES = frozenset((*_ALPA_NAMES, *_LMDEPLOY_NAMES, *_USER_NAMES))
 _GROUP_SHOWN_MAX = 64
+# Among more groups than this no nearest name is looked for, which would take seconds.
+_NAMES_COMPARED_MAX = 200
 _NAMES: dict[Kind, tuple[str, ...]] = {"alpa": _ALPA_NAMES, "lmdeploy": _LMDEPLOY_NAMES}
 SERVICES: dict[Kind, str] = {"alpa": "Alpa", "lmdeploy": "LMDeploy"}
 TITLES: dict[Kind, str] = {"alpa": "a keys file of Alpa", "lmdeploy": "a QoS file of LMDeploy"}
@@ -130,6 +132,7 @@ def _tenants_of_keys(
     said: Translation, keys: list[Any], weights: dict[str, Any], plain_keys: bool
 ) -> Iterator[dict[str, Any]]:
     first: dict[str, int] = {}
+    again: list[int] = []
     names: set[str] = set()
     for index, key in enumerate(keys):
         place: Location = ("allowed_api_keys", index)
@@ -137,8 +140,7 @@ def _tenants_of_keys(
             said.wrong(place, "must not be empty" if key == "" else "must be text; put it in quotes")
             continue
         if key in first:
-            # As harmless as it was: the list says who may call, and says it twice.
-            said.warn(place, f"is given before (allowed_api_keys[{first[key]}]); remove one of them")
+            again.append(index)
             continue
         first[key] = index
         digest = hashlib.sha256(key.encode()).hexdigest()
@@ -151,6 +153,11 @@ def _tenants_of_keys(
         is_plain = plain_keys and re.fullmatch(r"[!-~]+", key) and not key.startswith("sha256:")
         tenant["keys"] = (key if is_plain else f"sha256:{digest}",)
         yield tenant
+    if again:
+        # As harmless as it was: the list says who may call, and says it twice.
+        others = f", and so are {len(again) - 1} others" if len(again) > 1 else ""
+        before = f"allowed_api_keys[{first[keys[again[0]]]}]"
+        said.warn(("allowed_api_keys", again[0]), f"is given before ({before}){others}; keep one of each")
 
 
 def _name_of_key(digest: str, names: set[str]) -> str:
@@ -267,7 +274,7 @@ def _match_groups(said: Translation, order: list[str], users: dict[str, Any]) ->
 
 
 def _nearest(name: str, names: list[str]) -> str:
-    near = get_close_matches(name, names, n=1)
+    near = get_close_matches(name, names, n=1) if len(names) <= _NAMES_COMPARED_MAX else []
     return f", did you mean {_shown_group(near[0])!r}?" if near else ""
 
 
@@ -314,7 +321,7 @@ def _users(said: Translation, place: Location, entries: Any) -> Iterator[tuple[L
         return
     quotas: list[float] = []
     unknown: dict[str, Location] = {}
-    ids: set[str] = set()
+    has_default = False
     for index, entry in enumerate(entries):
         at: Location = (*place, index)
         if not isinstance(entry, dict):
@@ -331,14 +338,14 @@ def _users(said: Translation, place: Location, entries: Any) -> Iterator[tuple[L
             quotas.append(quota)
         if not isinstance(user_id, str):
             said.wrong((*at, "id"), "must be text; put it in quotes" if "id" in entry else "is required")
-        elif user_id == DEFAULT_USER and user_id in ids:
+        elif user_id == DEFAULT_USER and has_default:
             said.wrong((*at, "id"), f"is given before in this group; give '{DEFAULT_USER}' one quota")
         elif not mistake:
-            ids.add(user_id)
+            has_default = has_default or user_id == DEFAULT_USER
             yield at, user_id, quota
     for name, at in unknown.items():
         said.warn(at, f"is not read: a user has {' and '.join(_USER_NAMES)}{did_you_mean(name, _USER_NAMES)}")
-    if len(quotas) == len(entries):
+    if len(quotas) == len(entries) > 1:
         _check_sum(said, place, fsum(quotas))
 
 
@@ -359,7 +366,9 @@ def _quota_mistake(entry: dict[str, Any]) -> str:
 def _check_sum(said: Translation, place: Location, total: float) -> None:
     if total > _PER_CENT + _SUM_TOLERANCE:
         said.wrong(place, f"its quotas add up to {total:g} per cent; make them add up to 100")
-    elif total < _PER_CENT - _SUM_TOLERANCE and total:
+    elif not total:
+        said.warn(place, "has no quota but 0, so its users are served in the order of their requests")
+    elif total < _PER_CENT - _SUM_TOLERANCE:
         said.warn(place, f"its quotas add up to {total:g} per cent, not 100; shares go by their ratio")
 
 
@@ -438,9 +447,11 @@ class Places:
     def label(self, place: Location) -> str:
         if place[:1] != ("api_key_weights",) or len(place) == 1:
             return _label(place)
-        if not self.weights:
-            self.weights = {key: number for number, key in enumerate(self.text.value["api_key_weights"], 1)}
-        return f"api_key_weights (entry {self.weights[str(place[1])]})"
+        weights = self.text.value["api_key_weights"]
+        if not self.weights and isinstance(weights, dict):
+            self.weights = {key: number for number, key in enumerate(weights, 1)}
+        number = self.weights.get(str(place[1]))  # None where the whole field is given twice
+        return f"api_key_weights (entry {number})" if number else "api_key_weights"
 
     def problem(self, place: Location, message: str) -> Problem:
         return Problem(self.file, self.line(place), self.label(place), message)

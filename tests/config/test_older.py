@@ -225,6 +225,10 @@ def test_a_weight_that_is_none_is_told_with_its_line(told, weight, words):  # S3
             "old.json:2: allowed_api_keys: is given twice, first in line 1",
         ),
         (
+            '{"api_key_weights": {"a": 1, "a": 2}, "allowed_api_keys": ["a"],\n"api_key_weights": {}}',
+            "old.json:1: api_key_weights: is given twice, first in line 1",
+        ),
+        (
             '{"allowed_api_keys": ["a"],\n"workers": []}',
             "old.json:2: workers: is an option of Evenflow, but this is a keys file of Alpa; print its equivalent by "
             "`evenflow import alpa` and add the option to that",
@@ -243,7 +247,11 @@ def test_what_is_wrong_with_a_keys_file_is_told_with_its_line(told, text, proble
     [
         (
             '{"allowed_api_keys": ["sk-a",\n"sk-a"]}',
-            "old.json:2: allowed_api_keys[1]: is given before (allowed_api_keys[0]); remove one of them",
+            "old.json:2: allowed_api_keys[1]: is given before (allowed_api_keys[0]); keep one of each",
+        ),
+        (
+            '{"allowed_api_keys": ["sk-a", "sk-b",\n"sk-b", "sk-a", "sk-b"]}',
+            "old.json:2: allowed_api_keys[2]: is given before (allowed_api_keys[1]), and so are 2 others; keep one",
         ),
         (
             '{"allowed_api_keys": ["a"], "api_key_weights": {"a": 1,\n"b": 0}}',
@@ -517,6 +525,10 @@ def test_shapes_that_are_not_lmdeploys_are_told(told, value, problem):
         (
             lmdeploy(g=[("a", 50), ("default", 40)]),
             "user_group_map.g: its quotas add up to 90 per cent, not 100; shares go by their ratio",
+        ),
+        (
+            lmdeploy(g=[("a", 0), ("default", 0)]),
+            "user_group_map.g: has no quota but 0, so its users are served in the order of their requests",
         ),
         ({**lmdeploy(g=[("default", 100)]), "user_grops": []}, "user_grops: is not read: a QoS file of LMDeploy"),
     ],
