@@ -256,8 +256,6 @@ def serve(settings: Settings, read: Callable[[], Settings] | None = None) -> int
     logging.basicConfig(
         level=settings.log.level.upper(), stream=sys.stderr, format="evenflow: %(levelname)s %(message)s"
     )
-    for warning in settings.warnings:
-        log.warning("%s", warning)
     logging.getLogger("httpx2").setLevel(logging.WARNING)
     logging.getLogger("httpcore2").setLevel(logging.WARNING)
     with contextlib.suppress(KeyboardInterrupt):
