@@ -12,6 +12,7 @@ import msgspec
 
 from evenflow.api.local import GET, LocalRoutes, percent_decoded
 from evenflow.observe.why import explain
+from evenflow.policy.fairness import Ticket
 from evenflow.request import Call
 from evenflow.request.accept import Front, LocalAnswer, LocalRoute
 from evenflow.request.authenticate import Authenticator
@@ -125,12 +126,14 @@ class AdminRoutes:
         wanted = request_id.encode("utf-8", "replace")
         for connection in self._front.connections:
             call = connection.call
-            if call is not None and call.request_id == wanted and call.ticket is not None:
-                return self._shown(call)
+            if call is not None and call.request_id == wanted:
+                ticket = call.ticket if call.fanout is None else call.fanout.parts[0].ticket
+                if ticket is not None:
+                    return self._shown(call, ticket)
         return None
 
-    def _shown(self, call: Call) -> dict[str, Any]:
-        assert call.tenant is not None and call.request is not None and call.ticket is not None
+    def _shown(self, call: Call, ticket: Ticket) -> dict[str, Any]:
+        assert call.tenant is not None and call.request is not None
         now, lease = monotonic(), call.lease
         worker = None if lease is None else lease.worker.name
         waited_until = now if lease is None else call.dispatched_s
@@ -139,11 +142,11 @@ class AdminRoutes:
             "tenant": call.tenant.name,
             "model": call.request.model,
             "state": "waiting" if lease is None else "running",
-            "tier": self._scheduler.tier_names()[call.ticket.tier],
+            "tier": self._scheduler.tier_names()[ticket.tier],
             "worker": worker,
             "queue_ms": round((waited_until - call.accepted_s) * 1e3, 1),
             "attempts": call.attempts,
-            "estimate": round(call.ticket.estimate, 1),
+            "estimate": round(ticket.estimate, 1),
             "output_tokens": call.output_tokens,
             "why": explain(call.waited, call.rivals, worker),
         }

@@ -26,6 +26,10 @@ log = logging.getLogger("evenflow.fleet")
 
 # Failures in a row of requests that had reached a worker, after which it is not chosen until a probe succeeds.
 FAILURES_MAX = 3
+# Engines that are asked for streams whatever the caller wants: they go on with a whole answer whose caller has left,
+# and count its usage wrong when it has several choices. They make one choice at a time, since several cost as many
+# prompts, and each of their slots has a cache of its own.
+JOINED = frozenset(("llamacpp",))
 # Probes that must fail in a row before a worker that answers requests is called suspect.
 PROBE_FAILURES_MAX = 2
 
@@ -52,6 +56,8 @@ class Worker:
         "host",
         "idle",
         "in_flight",
+        "joined",
+        "kind",
         "last_seen_s",
         "learned",
         "learns_by_first_token",
@@ -59,6 +65,7 @@ class Worker:
         "log_name",
         "models",
         "models_given",
+        "n_max",
         "name",
         "name_line",
         "port",
@@ -92,6 +99,12 @@ class Worker:
             self.head += b"authorization: %s\r\n" % self.authorization.encode("utf-8")
         self.name_line = b"x-evenflow-worker: %s\r\n" % self.name.encode("ascii", "replace")
         self.log_name = json_name(self.name)
+        # Which engine it runs, once it has told: a key of `fleet.engines.load.ENGINES`.
+        self.kind = ""
+        # Most choices that it makes of one request; and whether it is asked for streams whatever the caller wants,
+        # since nothing else can be cancelled there.
+        self.n_max: float = settings.n_max or inf
+        self.joined = False
         self.models_given = settings.models is not None
         self.models: frozenset[str] = frozenset(settings.models or ())
         # Name that callers use → name that the worker knows.
@@ -147,7 +160,7 @@ class Worker:
 class Lane:
     """The workers that can run a call, and the pool it queues in."""
 
-    __slots__ = ("bounded", "learners", "live", "pool", "workers")
+    __slots__ = ("bounded", "joined", "learners", "live", "n_max", "pool", "workers")
 
     def __init__(self, workers: tuple[Worker, ...]) -> None:
         self.workers = workers
@@ -156,6 +169,9 @@ class Lane:
         # The limits that are learned from its workers, and whether any worker has told how many tokens it holds.
         self.learners = [worker.learned for worker in workers if worker.learned is not None]
         self.bounded = any(worker.tokens_max < inf for worker in workers)
+        # What every one of its workers can do: see `Worker`.
+        self.n_max = min([worker.n_max for worker in workers], default=inf)
+        self.joined = any(worker.joined for worker in workers)
         # Set by the scheduler, which groups lanes that share workers.
         self.pool: Pool
 
@@ -167,6 +183,8 @@ class Registry:
         self.workers: dict[str, Worker] = {}
         # Model or alias → its lane. Read on the hot path; replaced whole.
         self.lanes: dict[str, Lane] = {}
+        # Of workers whose calls may be split: a lane of their own, for parts that must go to this one.
+        self.pinned: dict[Worker, Lane] = {}
         # Called after `lanes` changed, after a worker became live or takes more than before, and after one was lost.
         self.on_lanes_changed: Callable[[], None] = _nothing
         self.on_room: Callable[[Worker], None] = _nothing_of
@@ -233,6 +251,10 @@ class Registry:
 
     def load_reported(self, worker: Worker, load: "LoadReport", now: float) -> None:
         """The worker told of its own queue and memory. Changes its slots if they are learned."""
+        if load.kind != worker.kind:
+            if load.kind in JOINED and worker.n_max == inf:
+                worker.n_max = 1
+            self.set_kind(worker, load.kind)
         if load.kv_tokens is not None:
             worker.tokens_max = load.kv_tokens * KV_SHARE
             for lane in self._lanes_of(worker):
@@ -248,6 +270,20 @@ class Registry:
         worker.slots = learned.limit
         if grown:
             self.on_room(worker)
+
+    def set_kind(self, worker: Worker, kind: str) -> None:
+        """The worker told which engine it is, and so what of sampling must be done for it."""
+        worker.kind = kind
+        joined = kind in JOINED
+        if joined != worker.joined:
+            worker.joined = joined
+            self._rebuild(changed=worker)
+
+    def makes_one_choice(self, worker: Worker) -> None:
+        """It was asked for several, and made one."""
+        if worker.n_max > 1:
+            worker.n_max = 1
+            self._rebuild(changed=worker)
 
     def drain(self, worker: Worker) -> None:
         self._move(worker, State.DRAINING, "drained by its operator")
@@ -271,14 +307,20 @@ class Registry:
             self.on_lost(worker)
 
     def _lanes_of(self, worker: Worker) -> list[Lane]:
-        return [lane for lane in set(self.lanes.values()) if worker in lane.workers]
+        return [lane for lane in self.all_lanes() if worker in lane.workers]
 
-    def _rebuild(self) -> None:
+    def all_lanes(self) -> list[Lane]:
+        """Those of models, and those of single workers."""
+        return list(dict.fromkeys([*self.lanes.values(), *self.pinned.values()]))
+
+    def _rebuild(self, changed: Worker | None = None) -> None:
+        """Forms the lanes anew. What a lane knows of its workers is known at its making, so those of a `changed` one
+        are not kept."""
         by_model: dict[str, list[Worker]] = {}
         for worker in self.workers.values():
             for model in worker.serves():
                 by_model.setdefault(model, []).append(worker)
-        kept = {lane.workers: lane for lane in self.lanes.values()}
+        kept = {lane.workers: lane for lane in self.all_lanes() if changed not in lane.workers}
         lanes: dict[str, Lane] = {}
         for model, workers in by_model.items():
             key = tuple(workers)
@@ -287,6 +329,8 @@ class Registry:
                 lane = kept[key] = Lane(key)
             lanes[model] = lane
         self.lanes = lanes
+        split = {worker for lane in lanes.values() if lane.n_max < inf or lane.joined for worker in lane.workers}
+        self.pinned = {worker: kept.get((worker,)) or Lane((worker,)) for worker in split}
         self.on_lanes_changed()
 
 

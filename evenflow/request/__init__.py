@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from evenflow.observe.why import Rival, Waited
     from evenflow.policy.fairness import Ticket
     from evenflow.request.accept import ClientConnection
+    from evenflow.request.fanout import Fanout, Sink
     from evenflow.request.relay import WorkerConnection
     from evenflow.tenancy.directory import Member
     from evenflow.wire.faults import Fault
     from evenflow.wire.http import RequestHead
+    from evenflow.wire.merge import Group
     from evenflow.wire.openai import Request, Route, Usage
 
 
@@ -66,11 +68,13 @@ class Call:
         "dispatched_s",  # place
         "ended",  # settle: nothing is held any more
         "failed_on",  # place: the last worker that failed it
+        "fanout",  # fanout: what joins the parts of a call of several; None for all others
         "fault",  # accept: known to be wrong before its body had come
         "first_byte_s",  # relay
         "head",  # accept
         "keep_alive",  # the client's connection stays open after the answer
         "lease",  # place
+        "part",  # fanout: which part of another call it is; None for a caller's own
         "opened",  # accept: a stream's head was written to keep it alive, before its worker had answered
         "output_tokens",  # relay: counted by events while a stream runs
         "request",  # decode
@@ -87,13 +91,13 @@ class Call:
 
     def __init__(
         self,
-        client: "ClientConnection",
+        client: "ClientConnection | Sink",
         head: "RequestHead",
         route: "Route | None",
         tenant: "Member | None",
         request_id: bytes,
     ) -> None:
-        self.client: ClientConnection | None = client
+        self.client: ClientConnection | Sink | None = client
         self.head = head
         self.route = route
         self.tenant = tenant
@@ -118,4 +122,6 @@ class Call:
         self.usage: Usage | None = None
         self.waited: Waited | None = None
         self.rivals: tuple[Rival, ...] | None = None
+        self.fanout: Fanout | None = None
+        self.part: Group | None = None
         self.ended = False

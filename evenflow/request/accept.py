@@ -414,6 +414,8 @@ class ClientConnection(asyncio.Protocol):
         call = self.call
         if call is None:
             self._close()
+        elif call.fanout is not None:
+            call.fanout.fail(stopping())
         elif call.lease is None:
             self._front.settler.refuse(call, stopping())
         else:
@@ -465,9 +467,12 @@ class ClientConnection(asyncio.Protocol):
         self.stalled = True
         call = self.call
         if call is not None:
-            if call.connection is None:
+            if call.fanout is not None and call.shown:
+                call.fanout.pause()
+            elif call.connection is None:
                 return  # what it does not read is of an earlier answer; this call waits, under the limits of that
-            call.connection.pause()
+            else:
+                call.connection.pause()
         elif self._phase is not Phase.IDLE:
             return  # a next request is half read, or the end is near: their limits hold
         self._await(Phase.STALLED, monotonic() + self._front.timeouts.idle_s)
@@ -475,7 +480,9 @@ class ClientConnection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self.stalled = False
         call = self.call
-        if call is not None and call.connection is not None:
+        if call is not None and call.fanout is not None:
+            call.fanout.resume()
+        elif call is not None and call.connection is not None:
             call.connection.resume()
         if self._phase is not Phase.STALLED:
             return

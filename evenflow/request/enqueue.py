@@ -7,18 +7,21 @@ room, the gateway as a whole has room, the call's deadline can be met. Refusals 
 from time import monotonic
 
 from evenflow.config import LimitSettings
-from evenflow.fleet.registry import Registry
+from evenflow.fleet.registry import Lane, Registry
 from evenflow.observe.why import Waited
 from evenflow.policy.cost import CostModel
 from evenflow.policy.fairness import Ticket
 from evenflow.policy.limits import TenantLimits
 from evenflow.policy.patience import Patience
 from evenflow.request import Call
+from evenflow.request.fanout import Fanout
 from evenflow.request.place import Scheduler
 from evenflow.request.settle import Settler
 from evenflow.wire.faults import CallerError, OverloadError
 
 RETRY_NO_WORKER_S = 2.0
+# Kinds of routes whose answers have choices.
+SAMPLED = ("chat", "completions")
 # OpenAI's service tiers that ask for less; all others ask for what the key allows.
 LOWEST_TIER = "flex"
 
@@ -90,11 +93,32 @@ class Enqueuer:
             raise self._queue_full(call)
         if tenant.limits is not None:
             self._reserve(call, tenant.limits, input_tokens + output_tokens)
+        if (sequences > lane.n_max or (lane.joined and not request.stream)) and route.kind in SAMPLED:
+            self._fan_out(call, lane, tier)
+            return
         call.ticket = ticket = Ticket(tenant, tier, lane, sequences, estimate, call)
         ticket.tokens = input_tokens + output_tokens
         ticket.length = 1.0 + len(call.body) / self._request_bytes
         self._scheduler.submit(ticket)  # (3)
         if call.lease is None and not call.ended:
+            self._wait(call, ticket)
+
+    def _fan_out(self, call: Call, lane: Lane, tier: int) -> None:
+        """The call's workers do not make all its choices themselves: it becomes parts."""
+        request = call.request
+        assert request is not None
+        if request.sequences > request.prompts * request.n:
+            raise CallerError(
+                "'best_of' above 'n' is not available for this model: its engine makes one choice at a time. Ask for "
+                "as many choices as you want to see.",
+                param="best_of",
+            )
+        call.fanout = fanout = Fanout(
+            call, lane, tier, self._cost, self._scheduler, self._settler, self._registry
+        )
+        fanout.start()
+        ticket = fanout.parts[0].ticket
+        if fanout.waiting and not call.ended and ticket is not None:
             self._wait(call, ticket)
 
     def _wait(self, call: Call, ticket: Ticket) -> None:
@@ -193,6 +217,8 @@ class Enqueuer:
     def refuse_unserved(self, call: Call) -> None:
         """The call waited for a model that nobody serves any more."""
         assert call.request is not None
+        if call.part is not None and call.fanout is not None and call.fanout.reroute(call):
+            return
         self._settler.refuse(call, self.unserved(call.request.model))
 
     def _too_late(self, deadline_s: float, estimate_s: float) -> OverloadError:

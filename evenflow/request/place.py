@@ -165,7 +165,7 @@ class Scheduler:
         """Forms the pools anew after lanes changed. Pools whose lanes stayed keep their queue and its counters."""
         kept = {pool.lanes: pool for pool in self.pools}
         self.pools = []
-        for lanes in connected(self._registry.lanes.values()):
+        for lanes in connected(self._registry.all_lanes()):
             pool = kept.pop(lanes, None) or Pool(FairQueue(self._tiers), lanes)
             for lane in lanes:
                 lane.pool = pool
@@ -179,6 +179,9 @@ class Scheduler:
             call: Call = ticket.call
             assert call.request is not None
             lane = self._registry.lanes.get(call.request.model)
+            if lane is not None and call.part is not None and len(ticket.lane.workers) == 1:
+                # A part that goes to the worker that has its prompt, if that is still there.
+                lane = self._registry.pinned.get(ticket.lane.workers[0], lane)
             if lane is None:
                 self.no_worker(call)
             else:

@@ -27,16 +27,19 @@ from evenflow.observe.why import why_line
 from evenflow.policy.cost import CostModel
 from evenflow.policy.retry import RetryBudget
 from evenflow.request import Call, Lease
+from evenflow.request.fanout import PartAnswer
 from evenflow.request.place import Scheduler
 from evenflow.request.settle import Settler
 from evenflow.timers import Wheel
-from evenflow.wire.answer import Answer, Head, LateAnswer, PlainAnswer, StreamAnswer, verdict
+from evenflow.wire.answer import Head, LateAnswer, PlainAnswer, StreamAnswer, verdict
 from evenflow.wire.faults import Fault, WorkerError
 from evenflow.wire.http import AnswerHead, HeadMemo, memo_of
 from evenflow.wire.openai import splice, usage_of
 from evenflow.wire.ratelimit import rate_limit_lines
 
 log = logging.getLogger("evenflow.relay")
+
+Answer = PlainAnswer | StreamAnswer | LateAnswer | PartAnswer
 
 # Idle connections kept for each worker, beyond those its slots can use.
 IDLE_CONNECTIONS_MAX = 64
@@ -210,6 +213,8 @@ class Relay:
 
     def new_answer(self, call: Call, worker: Worker, head: AnswerHead) -> Answer:
         """The answer object for a head that has come, with the lines that the gateway adds."""
+        if call.part is not None:
+            return PartAnswer(call, head)
         request, route, client = call.request, call.route, call.client
         assert request is not None and route is not None and client is not None
         origin, name = call.head.origin, worker.aliases.get(request.model)
@@ -438,6 +443,7 @@ class WorkerConnection(asyncio.Protocol):
             or not (asked.http11 and call.keep_alive)
             or call.opened
             or asked.why
+            or call.part is not None
             or relay.draining
         ):
             self._head = head
@@ -503,7 +509,7 @@ class WorkerConnection(asyncio.Protocol):
                 call.shown = True
                 call.first_byte_s = monotonic()
                 call.body = b""  # no retry from here on
-                if not call.head.http11 and not isinstance(answer, LateAnswer):
+                if not call.head.http11 and isinstance(answer, PlainAnswer | StreamAnswer):
                     call.keep_alive = answer.head.keep_alive
             client.write(out)
         if answer.broken is not None:

@@ -16,6 +16,7 @@ from evenflow.request import Call
 from evenflow.request.place import Scheduler
 from evenflow.wire.answer import last_event
 from evenflow.wire.faults import Fault, error_body, retry_after_value
+from evenflow.wire.merge import Group
 from evenflow.wire.openai import Usage
 from evenflow.wire.ratelimit import rate_limit_lines
 
@@ -42,6 +43,10 @@ class Settler:
 
     def refuse(self, call: Call, fault: Fault) -> None:
         """Tells the caller why there is no answer, and ends the call."""
+        if call.part is not None and call.fanout is not None:
+            self.end(call, fault.status, b"failed", fault)
+            call.fanout.fail(fault)
+            return
         client = call.client
         self.end(call, fault.status, b"refused" if fault.status < 500 or call.lease is None else b"failed", fault)
         if client is not None and call.opened:
@@ -76,16 +81,24 @@ class Settler:
         if call.ended:
             return
         call.ended = True
+        fanout = call.fanout
+        if fanout is not None:
+            if call.part is not None:
+                self._end_part(call, call.part, outcome)
+                return
+            fanout.stop()
         self.live -= 1
         now = monotonic()
         tenant, request, route, ticket = call.tenant, call.request, call.route, call.ticket
         usage, cost = self._charge(call, status, outcome)
+        if fanout is not None:
+            usage, cost = fanout.usage(), fanout.cost
         if call.reserved is not None:
             self._settle_rate(call, now, usage)
         # A model becomes a label only when somebody serves it, which a ticket proves.
         series = self._metrics.series(
             tenant.name if tenant is not None else None,
-            request.model if request is not None and ticket is not None else None,
+            request.model if request is not None and (ticket is not None or fanout is not None) else None,
             route.name if route is not None else OTHER,
         )
         statuses = series.statuses
@@ -129,6 +142,25 @@ class Settler:
         self.recent.add(line, call.waited, call.rivals)
         call.ticket = None
         call.connection = None
+
+    def _end_part(self, call: Call, part: Group, outcome: bytes) -> None:
+        """A part of a call gives back what it holds, and is charged what it had computed. Its call has the line."""
+        ticket, lease, request, model = call.ticket, call.lease, call.request, self._cost
+        call.ticket = call.connection = None
+        if ticket is None or request is None or call.fanout is None:
+            return
+        if lease is None:
+            self._scheduler.cancel(ticket)
+            return
+        usage = part.usage()
+        if usage is None:
+            tokens = int(model.input_tokens(request.model, request.prompt_bytes)) if part.output_tokens else 0
+            usage = Usage(tokens, 0, part.output_tokens)
+        cost = model.actual(usage.input_tokens, usage.cached_tokens, usage.output_tokens, request.n)
+        if usage.output_tokens and outcome == b"ok":
+            model.learn(ticket.tenant.name, request.model, usage.output_tokens / request.n)
+        call.fanout.cost += cost
+        self._scheduler.finish(ticket, lease, cost)
 
     def _charge(self, call: Call, status: int, outcome: bytes) -> tuple[Usage, float]:
         """Settles ticket and lease; returns what was used and its cost.

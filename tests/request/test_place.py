@@ -26,6 +26,7 @@ class FakeCall:
         self.ticket: Any = None
         self.lease: Any = None
         self.failed_on: Any = None
+        self.part: Any = None
         self.rivals: Any = None
 
 
