@@ -226,9 +226,11 @@ def test_while_all_wait_each_is_served_by_weight(
     ]
     for blocker in blockers:
         blocker.start()
-    wait_until(lambda: metric(gateway, "evenflow_in_flight") == ENGINES, 20, "both engines busy")
+    # These engines make one choice of a request, so a call of four prompts runs and waits as four.
+    parts = len(PROMPTS)
+    wait_until(lambda: metric(gateway, "evenflow_in_flight") == ENGINES * parts, 20, "both engines busy")
     callers.start()
-    wait_until(lambda: metric(gateway, "evenflow_queued") == 3 * CALLERS, 20, "all callers wait")
+    wait_until(lambda: metric(gateway, "evenflow_queued") == 3 * CALLERS * parts, 20, "all callers wait")
 
     began_s = time.monotonic()
     callers.wait_for(CALLS // 2, began_s + ENOUGH_S)

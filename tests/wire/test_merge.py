@@ -54,7 +54,8 @@ def test_an_event_gets_its_index_and_the_answers_identity() -> None:
 def test_a_text_keeps_its_bytes(text: str, index: int) -> None:
     raw = json.dumps(text).encode()
     merge = StreamMerge(Identity("x", "m"), legacy=False, with_usage=False)
-    out = merge.take(Group(index, 1), b'{"choices":[{"index": 0 ,"delta":{"content": %b }}],"id":"\\"index\\":0"}' % raw)
+    event = b'{"choices":[{"index": 0 ,"delta":{"content": %b }}],"id":"\\"index\\":0"}' % raw
+    out = merge.take(Group(index, 1), event)
     assert b'{"content": %b }' % raw in out
     assert data_of(out)["choices"][0]["index"] == index
 
