@@ -30,6 +30,8 @@ FAILURES_MAX = 3
 # and count its usage wrong when it has several choices. They make one choice at a time, since several cost as many
 # prompts, and each of their slots has a cache of its own.
 JOINED = frozenset(("llamacpp",))
+# What a worker makes of one request that has no other cap.
+CHOICES_MAX = 2**31
 # Probes that must fail in a row before a worker that answers requests is called suspect.
 PROBE_FAILURES_MAX = 2
 
@@ -103,7 +105,7 @@ class Worker:
         self.kind = ""
         # Most choices that it makes of one request; and whether it is asked for streams whatever the caller wants,
         # since nothing else can be cancelled there.
-        self.n_max: float = settings.n_max or inf
+        self.n_max: int = settings.n_max or CHOICES_MAX
         self.joined = False
         self.models_given = settings.models is not None
         self.models: frozenset[str] = frozenset(settings.models or ())
@@ -170,7 +172,7 @@ class Lane:
         self.learners = [worker.learned for worker in workers if worker.learned is not None]
         self.bounded = any(worker.tokens_max < inf for worker in workers)
         # What every one of its workers can do: see `Worker`.
-        self.n_max = min([worker.n_max for worker in workers], default=inf)
+        self.n_max = min([worker.n_max for worker in workers], default=CHOICES_MAX)
         self.joined = any(worker.joined for worker in workers)
         # Set by the scheduler, which groups lanes that share workers.
         self.pool: Pool
@@ -252,7 +254,7 @@ class Registry:
     def load_reported(self, worker: Worker, load: "LoadReport", now: float) -> None:
         """The worker told of its own queue and memory. Changes its slots if they are learned."""
         if load.kind != worker.kind:
-            if load.kind in JOINED and worker.n_max == inf:
+            if load.kind in JOINED and worker.n_max == CHOICES_MAX:
                 worker.n_max = 1
             self.set_kind(worker, load.kind)
         if load.kv_tokens is not None:
@@ -329,7 +331,7 @@ class Registry:
                 lane = kept[key] = Lane(key)
             lanes[model] = lane
         self.lanes = lanes
-        split = {worker for lane in lanes.values() if lane.n_max < inf or lane.joined for worker in lane.workers}
+        split = {worker for lane in lanes.values() if lane.n_max < CHOICES_MAX or lane.joined for worker in lane.workers}
         self.pinned = {worker: kept.get((worker,)) or Lane((worker,)) for worker in split}
         self.on_lanes_changed()
 

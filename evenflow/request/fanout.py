@@ -173,7 +173,7 @@ class Fanout:
         """Submits the first part of each prompt, or all."""
         request = self.call.request
         assert request is not None
-        n, cap = request.n, int(min(request.n, self._lane.n_max))
+        n, cap = request.n, min(request.n, self._lane.n_max)
         for prompt in range(request.prompts):
             self.prompts.append(
                 [self._part(prompt, prompt * n + first, min(cap, n - first)) for first in range(0, n, cap)]
