@@ -58,6 +58,11 @@ class Gateway:
         self._server: asyncio.Server | None = None
         self._second: asyncio.TimerHandle | None = None
 
+    @property
+    def settings(self) -> Settings:
+        """Those in force."""
+        return self._settings
+
     def compose(self, loop: asyncio.AbstractEventLoop) -> None:
         """accept → authenticate → decode → enqueue → place → relay → settle, and what they stand on."""
         settings = self._settings
@@ -167,6 +172,8 @@ class Gateway:
         for name in AT_START_ONLY:
             if getattr(settings, name) != getattr(self._settings, name):
                 log.warning("%s: a change here needs a restart; the rest is in force now", name)
+        if (settings.listen.host, settings.listen.port) != (self._settings.listen.host, self._settings.listen.port):
+            log.warning("listen: another address needs a restart; the rest is in force now")
         old, self._settings = self._settings, settings
         tiers = tuple(tier_of(tier) for tier in settings.scheduling.tiers)
         names = self._scheduler.tier_names()
@@ -180,12 +187,12 @@ class Gateway:
         if schedule_of(old) != schedule_of(settings):
             self._scheduler.reschedule(tiers, partial(same_tier, names, [tier.name for tier in tiers]))
         self._enqueuer.configure(settings.limits)
-        self._scheduler.resume(directory.members)
+        self._scheduler.resume(directory.everyone())
 
     def counters(self) -> dict[str, int]:
         """What is held right now; all but idle connections are 0 when nothing is under way."""
         workers = self._registry.workers.values()
-        members = self._directory.members
+        members = self._directory.everyone()
         return {
             "calls": self._settler.live,
             "in_flight": sum(member.in_flight for member in members),
@@ -198,7 +205,7 @@ class Gateway:
 
     def _gauges(self) -> Iterable[Metric]:
         workers = self._registry.workers.values()
-        members = self._directory.members
+        members = self._directory.everyone()
         yield gauge(
             "evenflow_queued",
             "Requests that wait, by tenant.",
@@ -263,8 +270,13 @@ def serve(settings: Settings, read: Callable[[], Settings] | None = None) -> int
     return 130
 
 
-async def _reload(gateway: Gateway, read: Callable[[], Settings]) -> None:
-    """A configuration with mistakes is refused whole, and the running one stays."""
+async def _reload(gateway: Gateway, read: Callable[[], Settings], one_at_a_time: asyncio.Lock) -> None:
+    """A configuration with mistakes is refused whole, and the running one stays. What is read last is in force last."""
+    async with one_at_a_time:
+        await _read_and_take(gateway, read)
+
+
+async def _read_and_take(gateway: Gateway, read: Callable[[], Settings]) -> None:
     try:
         settings = await asyncio.get_running_loop().run_in_executor(None, read)
     except ConfigErrors as errors:
@@ -278,6 +290,8 @@ async def _reload(gateway: Gateway, read: Callable[[], Settings]) -> None:
 
 async def _serve(settings: Settings, read: Callable[[], Settings] | None) -> int:
     loop = asyncio.get_running_loop()
+    if read is not None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to reload
     gateway = Gateway(settings)
     try:
         await gateway.start()
@@ -296,10 +310,11 @@ async def _serve(settings: Settings, read: Callable[[], Settings] | None) -> int
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     reloads: set[asyncio.Task[None]] = set()
+    one_at_a_time = asyncio.Lock()
     if read is not None:
 
         def hang_up() -> None:
-            task = loop.create_task(_reload(gateway, read))
+            task = loop.create_task(_reload(gateway, read, one_at_a_time))
             reloads.add(task)
             task.add_done_callback(reloads.discard)
 
@@ -307,7 +322,7 @@ async def _serve(settings: Settings, read: Callable[[], Settings] | None) -> int
     host = settings.listen.host
     print(f"evenflow: listening on http://{host}:{gateway.port}", file=sys.stderr, flush=True)
     await stopping.wait()
-    log.info("stopping: running requests have %g s to end", settings.listen.drain_s)
+    log.info("stopping: running requests have %g s to end", gateway.settings.listen.drain_s)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.remove_signal_handler(number)
     await gateway.stop()

@@ -6,9 +6,12 @@ A deadline that has moved on is put back, one that has passed fires. Accurate to
 """
 
 import asyncio
+import logging
 import time
 from math import inf
 from typing import Protocol
+
+log = logging.getLogger("evenflow.timers")
 
 TICK_S = 0.1
 
@@ -64,4 +67,7 @@ class Wheel:
                             self.arm(entry)
                     else:
                         entry.deadline = inf
-                        entry.on_deadline(now)
+                        try:
+                            entry.on_deadline(now)
+                        except Exception:  # a bug in one entry must not cost all others their time limits
+                            log.exception("a time limit failed in the gateway")

@@ -127,7 +127,9 @@ class AdminRoutes:
         for connection in self._front.connections:
             call = connection.call
             if call is not None and call.request_id == wanted:
-                ticket = call.ticket if call.fanout is None else call.fanout.parts[0].ticket
+                ticket = call.ticket
+                if call.fanout is not None:
+                    ticket = next((part.ticket for part in call.fanout.parts if part.ticket is not None), None)
                 if ticket is not None:
                     return self._shown(call, ticket)
         return None
@@ -142,7 +144,7 @@ class AdminRoutes:
             "tenant": call.tenant.name,
             "model": call.request.model,
             "state": "waiting" if lease is None else "running",
-            "tier": self._scheduler.tier_names()[ticket.tier],
+            "tier": ticket.tier_name,
             "worker": worker,
             "queue_ms": round((waited_until - call.accepted_s) * 1e3, 1),
             "attempts": call.attempts,

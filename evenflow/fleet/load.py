@@ -6,16 +6,16 @@ is not. Reports and decides nothing.
 """
 
 import asyncio
-import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from time import monotonic
-from typing import Any
 
 import httpx2
+import msgspec
 
-from evenflow.fleet.engines.load import ENGINES, PAGE_BYTES_MAX, LoadReport, read_load
-from evenflow.fleet.probe import url_host
+from evenflow.fleet.engines.load import ENGINES, LoadReport, read_load
+from evenflow.fleet.pages import READS_MAX_S, new_client, read_page
 from evenflow.fleet.registry import Registry, Worker
 
 INTERVAL_S = 0.5
@@ -40,7 +40,7 @@ class LoadReader:
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
 
     def start(self) -> None:
-        self._client = httpx2.AsyncClient(timeout=TIMEOUT_S, trust_env=False, follow_redirects=False)
+        self._client = new_client(TIMEOUT_S)
         self.follow()
 
     def follow(self) -> None:
@@ -89,31 +89,25 @@ class LoadReader:
         if where is None or page is None:
             return {}
         try:
-            members: Any = json.loads(page)
-        except ValueError:
-            return {}
-        if not isinstance(members, dict):
+            members = _members.decode(page)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return {}
         found = {"sequences_max": members.get(where[1]), "kv_tokens": members.get(where[2])}
-        return {name: value for name, value in found.items() if type(value) is int and value > 0}
+        return {name: int(raw) for name, raw in found.items() if raw is not None and _COUNT.fullmatch(raw)}
 
     async def _get(self, worker: Worker, path: str) -> bytes | None:
         assert self._client is not None
-        root = f"{'https' if worker.tls else 'http'}://{url_host(worker.host)}:{worker.port}{worker.base.decode()}"
-        headers = {"authorization": worker.authorization} if worker.authorization else {}
         try:
-            async with asyncio.timeout(2 * TIMEOUT_S):
-                async with self._client.stream("GET", root + path, headers=headers) as answer:
-                    if answer.status_code != 200:
-                        return None
-                    page = bytearray()
-                    async for piece in answer.aiter_bytes():
-                        page += piece
-                        if len(page) > PAGE_BYTES_MAX:
-                            return None
-                    return bytes(page)
-        except (httpx2.HTTPError, OSError, TimeoutError):
+            async with asyncio.timeout(READS_MAX_S):
+                status, page = await read_page(self._client, worker, path)
+        except (httpx2.HTTPError, OSError, ValueError, TimeoutError):
             return None
+        return page if status == 200 else None
+
+
+# A count of at most twelve digits, as JSON has it.
+_COUNT = re.compile(rb"[1-9][0-9]{0,11}")
+_members = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def completed(load: LoadReport, told: dict[str, int]) -> LoadReport:

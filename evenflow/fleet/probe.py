@@ -8,10 +8,11 @@ and at once when the relay met trouble with it; `/health` is asked first, `/v1/m
 import asyncio
 import contextlib
 import logging
-from typing import Any
 
 import httpx2
+import msgspec
 
+from evenflow.fleet.pages import READS_MAX_S, new_client, read_page
 from evenflow.fleet.registry import Registry, Worker
 
 log = logging.getLogger("evenflow.fleet")
@@ -20,7 +21,6 @@ log = logging.getLogger("evenflow.fleet")
 INTERVAL_DOWN_S = 0.5
 # Probes between two readings of the model list.
 MODELS_EVERY = 5
-ANSWER_BYTES_MAX = 4 * 1024 * 1024
 
 
 class Prober:
@@ -29,7 +29,7 @@ class Prober:
     def __init__(self, registry: Registry, interval_s: float, timeout_s: float = 2.0) -> None:
         self._registry = registry
         self._interval_s = interval_s
-        self._client = httpx2.AsyncClient(timeout=timeout_s, trust_env=False, follow_redirects=False)
+        self._client = new_client(timeout_s)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, wait_s: float) -> None:
@@ -57,7 +57,7 @@ class Prober:
             try:
                 await self._probe(worker, with_models=turn % MODELS_EVERY == 0 or not worker.models)
                 self._registry.probe_succeeded(worker)
-            except (httpx2.HTTPError, OSError, ValueError) as error:
+            except (httpx2.HTTPError, OSError, ValueError, TimeoutError) as error:
                 self._registry.probe_failed(worker, f"probe failed: {describe(error)}")
             turn += 1
             asked.set()
@@ -70,30 +70,36 @@ class Prober:
                 await asyncio.sleep(min(INTERVAL_DOWN_S, self._interval_s))
 
     async def _probe(self, worker: Worker, *, with_models: bool) -> None:
-        headers = {"authorization": worker.authorization} if worker.authorization else {}
-        root = f"{'https' if worker.tls else 'http'}://{url_host(worker.host)}:{worker.port}{worker.base.decode()}"
-        answer = await self._client.get(f"{root}/health", headers=headers)
-        healthless = answer.status_code in (404, 405, 501)
-        if not healthless and answer.status_code >= 400:
-            raise ValueError(f"/health answered {answer.status_code}")
-        if healthless or (with_models and not worker.models_given):
-            answer = await self._client.get(f"{root}/v1/models", headers=headers)
-            if answer.status_code >= 400:
-                raise ValueError(f"/v1/models answered {answer.status_code}")
-            if not worker.models_given:
-                self._registry.set_models(worker, model_ids(answer.json()))
+        async with asyncio.timeout(READS_MAX_S):
+            status, _ = await read_page(self._client, worker, "/health")
+            healthless = status in (404, 405, 501)
+            if not healthless and status >= 400:
+                raise ValueError(f"/health answered {status}")
+            if healthless or (with_models and not worker.models_given):
+                status, page = await read_page(self._client, worker, "/v1/models")
+                if status >= 400:
+                    raise ValueError(f"/v1/models answered {status}")
+                if not worker.models_given:
+                    self._registry.set_models(worker, model_ids(page))
 
 
-def model_ids(listing: Any) -> frozenset[str]:
+def model_ids(page: bytes) -> frozenset[str]:
     """The ids of an OpenAI model list. Raises ValueError for anything else."""
-    data = listing.get("data") if isinstance(listing, dict) else None
-    if not isinstance(data, list):
-        raise ValueError("/v1/models did not answer with a list of models")
-    return frozenset(item["id"] for item in data if isinstance(item, dict) and isinstance(item.get("id"), str))
+    try:
+        return frozenset(model.id for model in _listing.decode(page).data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise ValueError("/v1/models did not answer with a list of models") from None
 
 
-def url_host(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Listing(msgspec.Struct):
+    data: list[_Model]
+
+
+_listing = msgspec.json.Decoder(_Listing)
 
 
 def describe(error: Exception) -> str:
@@ -106,5 +112,6 @@ def describe(error: Exception) -> str:
 _PLAIN_WORDS = {
     "ConnectError": "connection refused",
     "ConnectTimeout": "no connection in time",
+    "TimeoutError": "no answer in time",
     "ReadTimeout": "no answer in time",
 }

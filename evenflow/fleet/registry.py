@@ -168,8 +168,8 @@ class Lane:
         self.workers = workers
         # How many of the workers are live; kept by the registry, read for every request.
         self.live = sum(worker.live for worker in workers)
-        # The limits that are learned from its workers, and whether any worker has told how many tokens it holds.
-        self.learners = [worker.learned for worker in workers if worker.learned is not None]
+        # Its workers whose limits are learned, and whether any worker has told how many tokens it holds.
+        self.learners = [worker for worker in workers if worker.learned is not None]
         self.bounded = any(worker.tokens_max < inf for worker in workers)
         # What every one of its workers can do: see `Worker`.
         self.n_max = min([worker.n_max for worker in workers], default=CHOICES_MAX)
@@ -331,7 +331,8 @@ class Registry:
                 lane = kept[key] = Lane(key)
             lanes[model] = lane
         self.lanes = lanes
-        split = {worker for lane in lanes.values() if lane.n_max < CHOICES_MAX or lane.joined for worker in lane.workers}
+        capped = [lane for lane in lanes.values() if lane.n_max < CHOICES_MAX or lane.joined]
+        split = {worker for lane in capped for worker in lane.workers}
         self.pinned = {worker: kept.get((worker,)) or Lane((worker,)) for worker in split}
         self.on_lanes_changed()
 

@@ -3,7 +3,7 @@
 Cost = uncached prompt tokens + 0.1 x cached prompt tokens + 2 x output tokens. An output token counts double since a
 decode step yields one token of a sequence where a prefill step yields hundreds; that ratio of 1 : 2 is the one of
 "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024). Before the engine has told its counts, the
-prompt is taken to have as many tokens for its bytes as the model's prompts had lately, and the output is the smaller
+prompt is taken to have as many tokens for its bytes as this tenant's prompts had lately, and the output is the smaller
 of the caller's limit and what this tenant's requests to this model made lately. Never reads a clock, never sees a
 prompt.
 """
@@ -13,6 +13,8 @@ BYTES_PER_TOKEN = 4.0
 # One request may claim a ratio between these: base64 of a picture says little of text.
 BYTES_PER_TOKEN_MIN, BYTES_PER_TOKEN_MAX = 1.0, 16.0
 OUTPUT_TOKENS_UNSEEN = 128.0
+# What a tenant of which nothing is known is thought to ask for, whatever long answers others had.
+OUTPUT_TOKENS_INHERITED_MAX = 512.0
 # The weight of the newest answer in a moving average of output lengths, and of ratios.
 AVERAGE_STEP = 0.1
 RATIO_STEP = 0.05
@@ -36,8 +38,8 @@ class CostModel:
         self.configure(by_tokens, input_weight, cached_weight, output_weight)
         # Mean output tokens of a sequence, by (tenant, model) and by model alone.
         self._average: dict[tuple[str, str] | str, float] = {}
-        # Bytes of a body for each token of its prompt, by model.
-        self._ratio: dict[str, float] = {}
+        # Bytes of a body for each token of its prompt, by (tenant, model): what one sends says nothing of another's.
+        self._ratio: dict[tuple[str, str], float] = {}
 
     def configure(
         self, by_tokens: bool, input_weight: float, cached_weight: float, output_weight: float
@@ -48,14 +50,18 @@ class CostModel:
         self.cached_weight = cached_weight
         self.output_weight = output_weight
 
-    def input_tokens(self, model: str, prompt_bytes: int) -> float:
+    def input_tokens(self, tenant: str, model: str, prompt_bytes: int) -> float:
         """Tokens that a prompt of so many bytes is thought to have."""
-        return prompt_bytes / self._ratio.get(model, BYTES_PER_TOKEN)
+        return prompt_bytes / (self._ratio.get((tenant, model)) or BYTES_PER_TOKEN)
 
     def output_tokens(self, tenant: str, model: str, max_tokens: int | None) -> float:
         """Tokens that a sequence is thought to produce."""
         average = self._average
-        output = average.get((tenant, model)) or average.get(model) or OUTPUT_TOKENS_UNSEEN
+        output = average.get((tenant, model)) or 0.0
+        if not output:
+            output = average.get(model) or OUTPUT_TOKENS_UNSEEN
+            if output > OUTPUT_TOKENS_INHERITED_MAX:
+                output = OUTPUT_TOKENS_INHERITED_MAX
         return float(max_tokens) if max_tokens is not None and max_tokens < output else output
 
     def estimate(
@@ -63,7 +69,7 @@ class CostModel:
     ) -> float:
         """The cost to charge at dispatch. The prompt counts once, the output for each of the `sequences`."""
         output = self.output_tokens(tenant, model, max_tokens) * sequences if generates else 0.0
-        return self.charge(self.input_tokens(model, prompt_bytes), output, sequences)
+        return self.charge(self.input_tokens(tenant, model, prompt_bytes), output, sequences)
 
     def charge(self, input_tokens: float, output_tokens: float, sequences: int) -> float:
         """The cost of what is expected; at least 1, so that nobody gets anything for nothing."""
@@ -93,17 +99,18 @@ class CostModel:
         old = average.get(model)
         average[model] = output_tokens_each if old is None else old + AVERAGE_STEP * (output_tokens_each - old)
 
-    def learn_ratio(self, model: str, prompt_bytes: int, input_tokens: int) -> None:
-        """Takes what the engine told of a prompt into the model's bytes per token."""
+    def learn_ratio(self, tenant: str, model: str, prompt_bytes: int, input_tokens: int) -> None:
+        """Takes what the engine told of a prompt into the bytes per token of this tenant's prompts to this model."""
         ratio = prompt_bytes / input_tokens
         if ratio < BYTES_PER_TOKEN_MIN:
             ratio = BYTES_PER_TOKEN_MIN
         elif ratio > BYTES_PER_TOKEN_MAX:
             ratio = BYTES_PER_TOKEN_MAX
         ratios = self._ratio
-        old = ratios.get(model)
+        mine = (tenant, model)
+        old = ratios.get(mine)
         if old is not None:
             ratio = old + RATIO_STEP * (ratio - old)
         elif len(ratios) > AVERAGES_MAX:
             ratios.clear()
-        ratios[model] = ratio
+        ratios[mine] = ratio

@@ -16,6 +16,7 @@ Words used below. A *lane* is a class of tickets that can run on the same worker
 the entities that have something to start there. A *line* is one entity's place in one race.
 """
 
+import sys
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,11 @@ DEAD_KEPT_MIN = 16
 WAIT_UNKNOWN_S = 1.0
 # Virtual time beyond which a level starts again at zero as soon as nothing waits there: a float has 53 bits.
 VIRTUAL_TIME_MAX = 2.0**32
+
+# What a lowered group weighs against the least of those whose tier it is.
+GUEST_SHARE = 1 / 128
+# Tickets that one call moves up at most, so that a crowd does not hold up everything else.
+PROMOTED_MAX = 1000
 
 NEW, WAITING, STARTED, ENDED = range(4)
 
@@ -146,6 +152,11 @@ class Ticket:
     @property
     def waiting(self) -> bool:
         return self.state == WAITING
+
+    @property
+    def tier_name(self) -> str:
+        """Of the queue that took it, which a reload may have replaced."""
+        return self.account.group.tier.name
 
 
 class _Level:
@@ -508,13 +519,15 @@ class _Group(_Entity):
 class _Account(_Entity):
     """A tenant in one tier of one queue."""
 
-    __slots__ = ("age", "group", "in_flight", "parked", "tenant")
+    __slots__ = ("age", "group", "in_flight", "parked", "served", "tenant")
 
     def __init__(self, tenant: Tenant, group: _Group) -> None:
         super().__init__(tenant.weight)
         self.tenant = tenant
         self.group = group
         self.age = next(_sequence)
+        # True cost of all that has finished here.
+        self.served = 0.0
         # Started through this account and not ended.
         self.in_flight = 0
         # Whether it has an entry in its group's `idle`.
@@ -622,6 +635,7 @@ class _Tier:
         "estimate_max",
         "groups",
         "index",
+        "least",
         "level",
         "max_wait_s",
         "min_share",
@@ -636,6 +650,8 @@ class _Tier:
         self.level = _Level()
         self.groups = {group.name: _Group(group.name, group.weight, self) for group in tier.groups}
         self.accounts: dict[Tenant, _Account] = {}
+        # The least weight of those that are listed here.
+        self.least = min((group.weight for group in tier.groups), default=1.0)
         # The floor: the share it earns of each cost started above it while it waits; what it has earned; and the
         # largest estimate it ever had, which is as much as it may save.
         self.min_share = tier.min_share
@@ -647,16 +663,26 @@ class _Tier:
         self.cost = 0.0
 
     def account(self, tenant: Tenant) -> _Account:
-        """The tenant's account, made when there is none. A group that this tier does not list, since its tenants were
-        lowered or have moved up to here, has the weight of its own tier."""
+        """The tenant's account, made when there is none."""
         account = self.accounts.get(tenant)
         if account is None:
             group = self.groups.get(tenant.group)
             if group is None:
-                weight = self.queue.group_weights.get(tenant.group, 1.0)
-                group = self.groups[tenant.group] = _Group(tenant.group, weight, self)
+                group = self.groups[tenant.group] = _Group(tenant.group, self._guest_weight(tenant.group), self)
             account = self.accounts[tenant] = _Account(tenant, group)
         return account
+
+    def _guest_weight(self, name: str) -> float:
+        """The weight of a group that this tier does not list.
+
+        1. Its tenants have moved up to here: the weight of their own tier.
+        2. They were lowered: far less than those whose tier it is, whose floor they would else take, and among
+           themselves as in their own tier.
+        """
+        home, weight, most = self.queue.homes.get(name, (self.index, 1.0, 1.0))
+        if home >= self.index:  # (1)
+            return weight
+        return max(GUEST_SHARE * self.least * weight / most, sys.float_info.min)  # (2)
 
     def pick(self, lanes: Collection[Hashable] | None) -> Ticket | None:
         """The ticket that goes next among these lanes: least V of the groups, then least V of its tenants.
@@ -690,10 +716,15 @@ class _Tier:
 class FairQueue:
     """What waits before one pool of workers. Owned by the scheduler; not safe to enter from two threads."""
 
-    __slots__ = ("_floors", "_fresh", "_next", "_tiers", "group_weights", "length", "waiting")
+    __slots__ = ("_floors", "_fresh", "_next", "_tiers", "homes", "length", "waiting")
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
-        self.group_weights = {group.name: group.weight for tier in tiers for group in tier.groups}
+        # Of each group: the index of its tier, its weight, and the largest weight there.
+        self.homes = {
+            group.name: (index, group.weight, max(other.weight for other in tier.groups))
+            for index, tier in reversed(list(enumerate(tiers)))
+            for group in tier.groups
+        }
         self._tiers = [_Tier(index, tier, self) for index, tier in enumerate(tiers)]
         self._floors = [tier for tier in self._tiers[1:] if tier.min_share > 0.0]
         # Tickets that wait, and their lengths together; cancelled ones are not counted.
@@ -865,6 +896,7 @@ class FairQueue:
             account.group.correct_down(charged)
             account.correct_down(charged)
             account.park()
+            ticket.tier = self._tier_like(account.group.tier)
             ticket.account = account = self._tiers[ticket.tier].account(tenant)
             charged = 0.0
         line = account.line(ticket.lane)
@@ -880,6 +912,10 @@ class FairQueue:
         for older in (line, *group.lines.values()):
             if older.entry is not None and ticket.sequence < older.entry[1]:
                 older.race.push(older.entity.v + older.lift, ticket.sequence, older)
+
+    def _tier_like(self, other: _Tier) -> int:
+        """The index of the tier of this queue that has the name of another's; the lowest when there is none."""
+        return next((tier.index for tier in self._tiers if tier.name == other.name), len(self._tiers) - 1)
 
     # -- while it runs ---------------------------------------------------------------------------------------
 
@@ -914,6 +950,7 @@ class FairQueue:
         tenant.in_flight -= 1
         tenant.served += cost
         group.served += cost
+        account.served += cost
         account.in_flight -= 1
         if tenant.concurrency is not None and tenant.queued:
             self.resume(tenant)
@@ -980,10 +1017,10 @@ class FairQueue:
         return taken
 
     def promote(self, now: float) -> int:
-        """Moves tickets that waited in their tier for its `max_wait_s` up to the next one; how many.
+        """Moves tickets that waited in their tier for its `max_wait_s` up to the next one, a crowd in several calls.
 
-        There they wait among the others of their tenant by age, and count as new. Looks at every tenant that is
-        remembered in a tier that has a `max_wait_s`.
+        Returns how many. There they wait among the others of their tenant by age, and count as new. Looks at every
+        tenant that is remembered in a tier that has a `max_wait_s`.
         """
         moved = 0
         for tier in self._tiers[1:]:
@@ -994,6 +1031,8 @@ class FairQueue:
                         while line.waiting and line.head().since_s <= due_s:
                             self._move_up(line, now)
                             moved += 1
+                            if moved == PROMOTED_MAX:
+                                return moved
         return moved
 
     def _move_up(self, line: "_Line", now: float) -> None:
@@ -1024,21 +1063,24 @@ class FairQueue:
         group = account.group
         return 1.0 / (_parts(account, group.inside) * _parts(group, group.tier.level))
 
-    def wait_estimate_s(self, tenant: Tenant, tier: int, rate: float) -> float:
-        """Seconds until all that the tenant has waiting is served, if who waits now goes on waiting.
+    def wait_estimate_s(
+        self, tenant: Tenant, tier: int, rate: float, *, running: float = 0.0, own: float = 0.0
+    ) -> float:
+        """Seconds until all that the tenant has waiting has its turn, if who waits now goes on waiting.
 
-        Its cost, divided by its part of the pool's rate in cost per second: by weight in its group, and its group's
-        in the tier; after all that waits in higher tiers.
+        Its cost but for `own`, that of the ticket which asks, divided by its part of the pool's rate in cost per
+        second: by weight in its group, and its group's in the tier; after `running`, the cost of what runs, and all
+        that waits in higher tiers.
         """
         if not rate > 0.0:
             return WAIT_UNKNOWN_S
-        above = 0.0
+        above = running
         for higher in self._tiers[:tier]:
             above += higher.cost
         account = self._tiers[tier].accounts.get(tenant)
         if account is None:
             return above / rate
-        cost = sum(line.cost for line in account.lines.values())
+        cost = max(0.0, sum(line.cost for line in account.lines.values()) - own)
         group = account.group
         return (above + cost * _parts(account, group.inside) * _parts(group, group.tier.level)) / rate
 
@@ -1061,15 +1103,14 @@ class FairQueue:
         return {tenant.name: tenant for tier in self._tiers for tenant in tier.accounts}
 
     def snapshot(self) -> list[dict[str, Any]]:
-        """Tiers, their groups, and the tenants that are remembered, as plain data. `served_cost` of a tenant is over
-        all queues. Looks at every tenant that is remembered."""
+        """Tiers, their groups, and the tenants that are remembered, as plain data. Looks at every one of them."""
         tiers = []
         for tier in self._tiers:
             groups = {group.name: _shown(group, group.waiting, group.served) for group in tier.groups.values()}
             for group in groups.values():
                 group["tenants"] = []
             for account in tier.accounts.values():
-                shown = _shown(account, account.waiting(), account.tenant.served)
+                shown = _shown(account, account.waiting(), account.served)
                 shown["in_flight"] = account.in_flight
                 group = groups[account.group.name]
                 group["in_flight"] += account.in_flight
@@ -1159,9 +1200,12 @@ class FairQueue:
 
 
 def _insert_by_age(tickets: deque[Ticket], ticket: Ticket) -> None:
-    """Before all younger ones. Only tickets that were given back too can be older, so this is at the front."""
+    """Before all younger ones. It goes near the front when it was given back, and to the back when it moved up."""
+    if not tickets or tickets[-1].sequence < ticket.sequence:
+        tickets.append(ticket)
+        return
     place = 0
-    while place < len(tickets) and tickets[place].sequence < ticket.sequence:
+    while tickets[place].sequence < ticket.sequence:
         place += 1
     tickets.insert(place, ticket)
 

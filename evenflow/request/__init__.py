@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from evenflow.fleet.registry import Worker
     from evenflow.observe.why import Rival, Waited
     from evenflow.policy.fairness import Ticket
+    from evenflow.policy.limits import TenantLimits
     from evenflow.request.accept import ClientConnection
     from evenflow.request.fanout import Fanout, Sink
     from evenflow.request.relay import WorkerConnection
@@ -80,6 +81,7 @@ class Call:
         "request",  # decode
         "request_id",
         "reserved",  # enqueue: tokens taken out of the tenant's rate, None when it has none
+        "reserved_from",  # enqueue: whose rate that was, which a reload may replace
         "rivals",  # place: the workers it could have gone to, None when there was no choice
         "route",  # accept: the relayed route, None for what the gateway answers itself
         "shown",  # relay: a byte of the answer was written
@@ -108,6 +110,7 @@ class Call:
         self.accepted_s = 0.0
         self.request: Request | None = None
         self.reserved: float | None = None
+        self.reserved_from: TenantLimits | None = None
         self.ticket: Ticket | None = None
         self.lease: Lease | None = None
         self.attempts = 0

@@ -44,6 +44,7 @@ log = logging.getLogger("evenflow.accept")
 
 # Pipelined requests that wait behind the running one before the connection is read no further.
 PIPELINED_MAX = 32
+PIPELINED_BYTES_MAX = 1024 * 1024
 # A body must come at least this fast once its first seconds are over, in bytes per second.
 BODY_RATE_MIN = 16 * 1024
 # How long a connection that is to be closed is still read, so that its client can read our last answer.
@@ -551,7 +552,7 @@ class ClientConnection(asyncio.Protocol):
                 self._refuse_bytes()
             elif self._call is not None and self._call.fault is not None:
                 self._refuse_unparsed(self._call.fault)  # no use in waiting for the rest of its body
-        elif len(self._next) > PIPELINED_MAX and not self._paused and self._transport is not None:
+        elif not self._paused and self._transport is not None and self._is_far_ahead():
             self._paused = True
             self._transport.pause_reading()
 
@@ -654,6 +655,13 @@ class ClientConnection(asyncio.Protocol):
         for piece in self._pieces:
             self._front.uploading_bytes -= len(piece)
         self._pieces.clear()
+
+    def _is_far_ahead(self) -> bool:
+        """So much is pipelined behind the running call that the connection should be read no further."""
+        waiting = self._next
+        return len(waiting) > PIPELINED_MAX or (
+            len(waiting) > 0 and sum([len(call.body) for call in waiting]) > PIPELINED_BYTES_MAX
+        )
 
     def _start_next(self) -> None:
         if self.call is None and self._next and self._transport is not None:

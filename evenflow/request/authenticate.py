@@ -64,10 +64,14 @@ class Authenticator:
             return directory.anonymous if directory.users is None else None
         tenant = directory.tenant_of(key)
         if tenant is None:
-            raise CallerError(
-                "The key is not known here. Check that it is whole and meant for this gateway, or ask its operator "
-                "for a new one.",
-                code="invalid_api_key",
-                status=401,
-            )
+            raise unknown_key()
         return tenant
+
+
+def unknown_key() -> CallerError:
+    return CallerError(
+        "The key is not known here. Check that it is whole and meant for this gateway, or ask its operator for a new "
+        "one.",
+        code="invalid_api_key",
+        status=401,
+    )

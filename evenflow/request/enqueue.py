@@ -14,12 +14,19 @@ from evenflow.policy.fairness import Ticket
 from evenflow.policy.limits import TenantLimits
 from evenflow.policy.patience import Patience
 from evenflow.request import Call
+from evenflow.request.authenticate import unknown_key
 from evenflow.request.fanout import Fanout
-from evenflow.request.place import Scheduler
+from evenflow.request.place import Pool, Scheduler
 from evenflow.request.settle import Settler
+from evenflow.tenancy.directory import Member
 from evenflow.wire.faults import CallerError, OverloadError
 
 RETRY_NO_WORKER_S = 2.0
+# A body of so many bytes counts as one more request in the length of a queue, so that one measure serves the bounds in
+# requests and in bytes, and whoever fills either is the longest.
+REQUEST_BYTES = 100 * 1024
+# Of what runs, so much is thought to be left when another comes.
+RUNNING_LEFT = 0.5
 # Kinds of routes whose answers have choices.
 SAMPLED = ("chat", "completions")
 # OpenAI's service tiers that ask for less; all others ask for what the key allows.
@@ -32,7 +39,6 @@ class Enqueuer:
         "_cost",
         "_queued_max",
         "_registry",
-        "_request_bytes",
         "_scheduler",
         "_settler",
         "_tiers",
@@ -60,9 +66,6 @@ class Enqueuer:
         self._tiers = {name: index for index, name in enumerate(self._scheduler.tier_names())}
         self._queued_max = limits.queued
         self._bytes_max = limits.queued_bytes
-        # A body of so many bytes counts as one more request in the length of a queue, so that one measure serves both
-        # bounds and whoever fills either is the longest.
-        self._request_bytes = limits.queued_bytes / limits.queued
         self.queue_timeout_s = limits.queue_timeout_s
 
     def enqueue(self, call: Call) -> None:
@@ -75,6 +78,8 @@ class Enqueuer:
         tenant, request, route = call.tenant, call.request, call.route
         assert tenant is not None and request is not None and route is not None
         model = request.model
+        if tenant.removed:  # while the body came
+            raise unknown_key()
         lane = self._registry.lanes.get(model)
         if lane is None or not lane.live:  # (1)
             raise self.unserved(model)
@@ -82,7 +87,7 @@ class Enqueuer:
         if head.tier or request.service_tier is not None:
             tier = self._lowered(tier, head.tier, request.service_tier)
         sequences, cost = request.sequences, self._cost
-        input_tokens = cost.input_tokens(model, request.prompt_bytes)
+        input_tokens = cost.input_tokens(tenant.name, model, request.prompt_bytes)
         if route.generates:
             output_tokens = cost.output_tokens(tenant.name, model, request.max_tokens) * sequences
             estimate = cost.charge(input_tokens, output_tokens, sequences)
@@ -98,7 +103,8 @@ class Enqueuer:
             return
         call.ticket = ticket = Ticket(tenant, tier, lane, sequences, estimate, call)
         ticket.tokens = input_tokens + output_tokens
-        ticket.length = 1.0 + len(call.body) / self._request_bytes
+        ticket.length = 1.0 + len(call.body) / REQUEST_BYTES
+        ticket.since_s = call.accepted_s
         self._scheduler.submit(ticket)  # (3)
         if call.lease is None and not call.ended:
             self._wait(call, ticket)
@@ -130,10 +136,9 @@ class Enqueuer:
         """
         tenant, client = call.tenant, call.client
         assert tenant is not None
-        ticket.since_s = call.accepted_s
         pool = ticket.lane.pool
-        queue, rate = pool.queue, pool.rate_or_guess()
-        estimate_s = queue.wait_estimate_s(tenant, ticket.tier, rate)
+        queue = pool.queue
+        estimate_s = self._estimate_s(pool, tenant, ticket.tier, own=ticket.estimate)
         share = queue.share(tenant, ticket.tier)
         call.waited = Waited(tenant.queued - 1, queue.waiting - 1, share, estimate_s)
         limit_s = self.queue_timeout_s
@@ -156,7 +161,7 @@ class Enqueuer:
 
     def _bytes(self) -> float:
         """Bytes of all bodies that wait."""
-        return (self._scheduler.length() - self._scheduler.waiting()) * self._request_bytes
+        return (self._scheduler.length() - self._scheduler.waiting()) * REQUEST_BYTES
 
     def _lowered(self, tier: int, asked: str, service_tier: str | None) -> int:
         """The tier that a call asks for if it is lower than its tenant's; a higher one is no mistake, but not given."""
@@ -240,7 +245,7 @@ class Enqueuer:
                 code="rate_limit_exceeded",
                 retry_after_s=refused.retry_after_s,
             )
-        call.reserved = tokens
+        call.reserved, call.reserved_from = tokens, limits
 
     def _queue_full(self, call: Call) -> OverloadError:
         return OverloadError(
@@ -256,9 +261,14 @@ class Enqueuer:
         lane = self._registry.lanes.get(request.model) if request is not None else None
         if tenant is None or lane is None:
             return 1.0
-        pool = lane.pool
         tier = tenant.tier if ticket is None else ticket.tier
-        return pool.queue.wait_estimate_s(tenant, tier, pool.rate_or_guess())
+        # Nobody waits longer than that, so in that time there is room again.
+        return min(self._estimate_s(lane.pool, tenant, tier), self.queue_timeout_s)
+
+    @staticmethod
+    def _estimate_s(pool: Pool, tenant: Member, tier: int, own: float = 0.0) -> float:
+        running = pool.running_cost() * RUNNING_LEFT
+        return pool.queue.wait_estimate_s(tenant, tier, pool.rate_or_guess(), running=running, own=own)
 
     def _shed(self, ticket: Ticket) -> bool:
         """Refuses one that waits; False when nothing of this ticket's tier or a lower one does."""

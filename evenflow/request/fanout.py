@@ -148,8 +148,8 @@ class Fanout:
         self._registry = registry
         self._order = Order.FOLLOW
         if lane.joined:
-            tokens = cost.input_tokens(request.model, request.prompt_bytes // request.prompts)
             tenant = call.tenant.name if call.tenant is not None else ""
+            tokens = cost.input_tokens(tenant, request.model, request.prompt_bytes // request.prompts)
             output = cost.output_tokens(tenant, request.model, request.max_tokens)
             self._order = Order.CHAIN if tokens > PROMPT_TIMES_OUTPUT * output else Order.AT_ONCE
         # Parts of each prompt, in the order of their choices; and all of them.
@@ -191,8 +191,7 @@ class Fanout:
         sink = Sink(self)
         part = Call(sink, head, whole.route, whole.tenant, b"%b-%d" % (whole.request_id, first))
         sink.call = part
-        part.fanout, part.part = self, Group(first, size)
-        part.body = self._bodies.of(prompt, first - prompt * request.n, size)
+        part.fanout, part.part = self, Group(first, size, prompt)
         part.accepted_s = whole.accepted_s
         part.keep_alive = False
         part.request = Request(
@@ -216,7 +215,7 @@ class Fanout:
         tenant, request = part.tenant, part.request
         assert tenant is not None and request is not None
         cost = self._cost
-        tokens = cost.input_tokens(request.model, request.prompt_bytes)
+        tokens = cost.input_tokens(tenant.name, request.model, request.prompt_bytes)
         output = cost.output_tokens(tenant.name, request.model, request.max_tokens) * request.n
         counted = tokens * cost.cached_weight / (cost.input_weight or 1.0) if cached else tokens
         part.ticket = ticket = Ticket(
@@ -264,7 +263,11 @@ class Fanout:
     # -- in: what the stages tell of parts -----------------------------------------------------------------------
 
     def dispatched(self, part: Call) -> None:
-        whole = self.call
+        """A part goes to its worker. Only now it gets its body, or many choices would be as many copies of a prompt."""
+        whole, group = self.call, part.part
+        assert group is not None and whole.request is not None
+        first = group.parts[0].index - group.prompt * whole.request.n
+        part.body = self._bodies.of(group.prompt, first, len(group.parts))
         if self.waiting:
             self.waiting = False
             whole.dispatched_s = part.dispatched_s
@@ -277,6 +280,7 @@ class Fanout:
         if not block:
             return
         call.shown = True
+        call.body = b""  # it is tried nowhere else from here on
         if self._whole is not None:
             for data in block:
                 self._whole.take(group, data)

@@ -41,8 +41,20 @@ class Pool:
         """Cost per second."""
         if self.rate > 0.0:
             return self.rate
-        workers = {worker for lane in self.lanes for worker in lane.workers}
-        return RATE_PER_SLOT_UNSEEN * max(1, sum(worker.slots for worker in workers))
+        return RATE_PER_SLOT_UNSEEN * max(1, sum(worker.slots for worker in self.workers()))
+
+    def workers(self) -> set[Worker]:
+        return {worker for lane in self.lanes for worker in lane.workers}
+
+    def running_cost(self) -> float:
+        """Estimated cost of all that its workers run."""
+        return sum(worker.work for worker in self.workers())
+
+    def take_rate(self) -> None:
+        """Once a second: what was served in it goes into the rate. A second in which nothing ran says nothing."""
+        if self.served or any(worker.in_flight for worker in self.workers()):
+            self.rate += RATE_STEP * (self.served - self.rate) if self.rate else self.served
+            self.served = 0.0
 
 
 class Scheduler:
@@ -201,8 +213,7 @@ class Scheduler:
     def each_second(self) -> None:
         """Takes the rates, and refuses what waits for a lane that has no live worker left."""
         for pool in self.pools:
-            pool.rate += RATE_STEP * (pool.served - pool.rate) if pool.rate else pool.served
-            pool.served = 0.0
+            pool.take_rate()
             if self._ages and pool.queue.waiting and pool.queue.promote(monotonic()):
                 self._dispatch(pool)
             if pool.queue.waiting:
@@ -250,8 +261,9 @@ class Scheduler:
                     self._decisions.observe(perf_counter() - began)
                     self._grant(ticket, workers, index)
                     continue
-                for learned in lane.learners:
-                    learned.reached = True
+                for worker in lane.learners:
+                    if worker.learned is not None and worker.in_flight + ticket.slots > worker.slots:
+                        worker.learned.reached = True
                 if lanes is None:  # (2)
                     break
                 lanes.remove(lane)

@@ -253,7 +253,7 @@ class Relay:
         call.charge_at = call.output_tokens + CHARGE_STEP
         ticket, request = call.ticket, call.request
         if ticket is not None and request is not None:
-            input_tokens = int(self._cost.input_tokens(request.model, request.prompt_bytes))
+            input_tokens = int(self._cost.input_tokens(ticket.tenant.name, request.model, request.prompt_bytes))
             cost = self._cost.actual(input_tokens, 0, call.output_tokens, request.sequences)
             self._scheduler.progress(ticket, cost)
 

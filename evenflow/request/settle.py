@@ -154,7 +154,9 @@ class Settler:
             return
         usage = part.usage()
         if usage is None:
-            tokens = int(model.input_tokens(request.model, request.prompt_bytes)) if part.output_tokens else 0
+            tokens = 0
+            if part.output_tokens:
+                tokens = int(model.input_tokens(ticket.tenant.name, request.model, request.prompt_bytes))
             usage = Usage(tokens, 0, part.output_tokens)
         cost = model.actual(usage.input_tokens, usage.cached_tokens, usage.output_tokens, request.n)
         if usage.output_tokens and outcome == b"ok":
@@ -181,10 +183,10 @@ class Settler:
             if status >= 400 and outcome != b"cancelled" and not call.output_tokens:  # (3)
                 self._scheduler.finish(ticket, lease, 0.0)
                 return NOTHING, 0.0
-            input_tokens = int(model.input_tokens(request.model, request.prompt_bytes))
+            input_tokens = int(model.input_tokens(ticket.tenant.name, request.model, request.prompt_bytes))
             usage = Usage(input_tokens, 0, call.output_tokens)  # (4)
         elif usage.input_tokens:
-            model.learn_ratio(request.model, request.prompt_bytes, usage.input_tokens)
+            model.learn_ratio(ticket.tenant.name, request.model, request.prompt_bytes, usage.input_tokens)
         sequences = request.sequences if route.generates else request.prompts
         output_tokens = usage.output_tokens
         if sequences > 1 and call.output_tokens > output_tokens:
@@ -199,9 +201,9 @@ class Settler:
 
     def _settle_rate(self, call: Call, now: float, usage: Usage) -> None:
         """Corrects what was reserved of the tenant's rate: all of it back for a call that was refused."""
-        tenant, reserved = call.tenant, call.reserved
-        assert tenant is not None and tenant.limits is not None and reserved is not None
+        reserved, limits = call.reserved, call.reserved_from
+        assert limits is not None and reserved is not None
         if call.lease is None:
-            tenant.limits.refund(now, reserved)
+            limits.refund(now, reserved)
         else:
-            tenant.limits.settle(now, reserved, usage.input_tokens + usage.output_tokens)
+            limits.settle(now, reserved, usage.input_tokens + usage.output_tokens)

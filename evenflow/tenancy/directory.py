@@ -18,7 +18,7 @@ ANONYMOUS = "anonymous"
 class Member(Tenant):
     """A tenant as the request path knows it: its place in the schedule and its limits."""
 
-    __slots__ = ("comments", "limits", "patience", "tier")
+    __slots__ = ("comments", "limits", "patience", "removed", "tier")
 
     def __init__(
         self,
@@ -40,10 +40,13 @@ class Member(Tenant):
         self.comments = comments
         # From its first request that waited in vain until its queue has run empty; written by enqueue.
         self.patience: Patience | None = None
+        # A reload took it away; what it has waiting and running goes on, and is counted.
+        self.removed = False
 
     def configure(self, tenant: TenantSettings, tier: int, now: float) -> None:
         """Takes what is configured, at the start or when it has changed."""
         limits = tenant.limits
+        self.removed = False
         self.group, self.weight, self.tier, self.comments = tenant.group, tenant.weight, tier, tenant.comments
         self.concurrency, self.queued_max = limits.concurrency, limits.queued
         requests, tokens = limits.requests_per_minute, limits.tokens_per_minute
@@ -58,7 +61,7 @@ class Member(Tenant):
 class Directory:
     """Key digests → tenants, the anonymous tenant if there is one, and the operators' own keys."""
 
-    __slots__ = ("_admin", "_by_digest", "_worker_token", "anonymous", "members", "open", "users")
+    __slots__ = ("_admin", "_by_digest", "_worker_token", "anonymous", "departed", "members", "open", "users")
 
     def __init__(self, settings: Settings, earlier: "Directory | None" = None, now: float = 0.0) -> None:
         """With an `earlier` one, tenants of the same name go on as they are: what they run, have waiting and have used
@@ -69,7 +72,7 @@ class Directory:
             for index, tier in enumerate(settings.scheduling.tiers)
             for group in tier.groups
         }
-        known = {} if earlier is None else {member.name: member for member in earlier.members}
+        known = {} if earlier is None else {member.name: member for member in earlier.everyone()}
         self.members: list[Member] = []
         self._by_digest: dict[bytes, tuple[bytes, Member]] = {}
         for tenant in settings.tenants:
@@ -92,10 +95,23 @@ class Directory:
         elif settings.auth.anonymous:
             group = ANONYMOUS if ANONYMOUS in tier_of else settings.scheduling.tiers[-1].groups[-1].name
             self.anonymous = anonymous = known.get(ANONYMOUS) or Member(ANONYMOUS, group, 10.0, 0)
-            anonymous.group, anonymous.tier = group, tier_of[group]
+            anonymous.group, anonymous.tier, anonymous.removed = group, tier_of[group], False
             self.members.append(anonymous)
+        # Those that were taken away and still have something waiting or running.
+        self.departed: list[Member] = []
+        staying = set(self.members)
+        for member in known.values():
+            if member not in staying:
+                member.removed = True
+                member.tier = min(member.tier, len(settings.scheduling.tiers) - 1)
+                if member.in_flight or member.queued:
+                    self.departed.append(member)
         self._admin = settings.auth.admin_keys
         self._worker_token = settings.auth.worker_token
+
+    def everyone(self) -> list[Member]:
+        """All that have or may get something waiting or running."""
+        return [*self.members, *self.departed]
 
     @property
     def has_admin(self) -> bool:

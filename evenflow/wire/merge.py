@@ -97,9 +97,11 @@ class Part:
 class Group:
     """Choices of one prompt that one request to a worker asked for."""
 
-    __slots__ = ("_usages", "parts", "warm")
+    __slots__ = ("_usages", "parts", "prompt", "warm")
 
-    def __init__(self, first: int, size: int) -> None:
+    def __init__(self, first: int, size: int, prompt: int = 0) -> None:
+        # Of the call's prompts, which.
+        self.prompt = prompt
         self.parts = [Part(first + place) for place in range(size)]
         # Its first token has come, so that its prompt is in its worker's cache.
         self.warm = False

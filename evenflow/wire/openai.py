@@ -752,7 +752,9 @@ def ask_for_usage(body: bytes, request: Request) -> bytes:
 # ----------------------------------------------------------------------------------------------------
 # Answers
 
-_Count = Annotated[int, Meta(ge=0)]
+# More tokens than any request can have: an engine that tells more is not believed.
+TOKENS_MAX = 10**9
+_Count = Annotated[int, Meta(ge=0, le=TOKENS_MAX)]
 
 
 class _Cached(Struct, gc=False):

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from evenflow.config import Secret, WorkerSettings
-from evenflow.fleet import load as load_module
+from evenflow.fleet import pages
 from evenflow.fleet.engines.load import LoadReport
 from evenflow.fleet.load import LoadReader, completed
 from evenflow.fleet.registry import Registry, Worker
@@ -131,7 +131,7 @@ def test_a_worker_that_tells_nothing_is_asked_seldom(kind: str) -> None:
 
 
 def test_an_endless_page_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_module, "PAGE_BYTES_MAX", 1000)
+    monkeypatch.setattr(pages, "PAGE_BYTES_MAX", 1000)
 
     async def answer(path: str) -> bytes:
         return ok(b"# noise\n" * 1000 + PAGE)

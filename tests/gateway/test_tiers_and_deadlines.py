@@ -93,8 +93,8 @@ def test_a_tier_that_does_not_exist(engine: MockEngine, gateways: GatewayMaker) 
     assert not engine.received or all(received.path != CHAT for received in engine.received)
 
 
-def test_lowered_tenants_keep_the_weight_of_their_group(engine: MockEngine, gateways: GatewayMaker) -> None:
-    """In a tier that does not list it, a group counts as it does in its own: keys 10 against anonymous 1."""
+def test_lowered_tenants_share_as_in_their_own_tier(engine: MockEngine, gateways: GatewayMaker) -> None:
+    """In a tier that does not list them, groups count among themselves as in their own: keys 10, anonymous 1."""
     gateway = gateways(
         engine, slots=1, scheduling={"tiers": TIERS}, tenants=TENANTS, auth={"anonymous": True}
     )

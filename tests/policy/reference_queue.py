@@ -4,6 +4,7 @@ Tests compare the real one with it, step by step. It shares no code with it. An 
 counters; then `_settle` compares who competes with who did, and levels those that join.
 """
 
+import sys
 from collections.abc import Collection, Hashable, Sequence
 from fractions import Fraction
 from itertools import count
@@ -188,11 +189,20 @@ class ReferenceQueue:
             entity.v += (Fraction(cost) - Fraction(ticket.charged)) / entity.weight
         ticket.charged = cost
 
+    def _weight(self, tier: int, name: str) -> float:
+        """A group that the tier does not list has moved up, with its own weight, or was lowered, to far less."""
+        weights = self._weights[tier]
+        home = next((index for index, listed in enumerate(self._weights) if name in listed), None)
+        if name in weights or home is None or home >= tier:
+            return weights.get(name, 1.0 if home is None else self._weights[home].get(name, 1.0))
+        mine = self._weights[home]
+        return max(min(weights.values(), default=1.0) / 128 * mine[name] / max(mine.values()), sys.float_info.min)
+
     def _entities(self, ticket: ReferenceTicket) -> tuple[Entity, Entity, Level]:
         tier = ticket.tier
         name, weight, _ = self._tenants[ticket.tenant]
         if name not in self._groups[tier]:
-            self._groups[tier][name] = group = Entity(name, self._weights[tier].get(name, 1.0))
+            self._groups[tier][name] = group = Entity(name, self._weight(tier, name))
             self._among[tier].members.append(group)
             self._inside[tier][name] = Level()
         inside = self._inside[tier][name]

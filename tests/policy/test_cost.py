@@ -6,6 +6,7 @@ from evenflow.policy.cost import (
     BYTES_PER_TOKEN,
     BYTES_PER_TOKEN_MAX,
     BYTES_PER_TOKEN_MIN,
+    OUTPUT_TOKENS_INHERITED_MAX,
     OUTPUT_TOKENS_UNSEEN,
     CostModel,
 )
@@ -22,12 +23,13 @@ def test_the_first_estimate_goes_by_bytes() -> None:
 
 def test_the_engine_corrects_the_ratio_of_its_model() -> None:
     cost = CostModel()
-    cost.learn_ratio("m", 900, 300)
-    assert cost.input_tokens("m", 300) == 100
-    assert cost.input_tokens("other", 400) == 100
+    cost.learn_ratio("a", "m", 900, 300)
+    assert cost.input_tokens("a", "m", 300) == 100
+    assert cost.input_tokens("a", "other", 400) == 100
+    assert cost.input_tokens("b", "m", 400) == 100  # what one sends says nothing of another's
     for _ in range(500):
-        cost.learn_ratio("m", 500, 100)
-    assert cost.input_tokens("m", 500) == pytest.approx(100, rel=0.01)
+        cost.learn_ratio("a", "m", 500, 100)
+    assert cost.input_tokens("a", "m", 500) == pytest.approx(100, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -35,8 +37,8 @@ def test_the_engine_corrects_the_ratio_of_its_model() -> None:
 )
 def test_one_odd_prompt_does_not_spoil_the_ratio(prompt_bytes: int, tokens: int, ratio: float) -> None:
     cost = CostModel()
-    cost.learn_ratio("m", prompt_bytes, tokens)
-    assert cost.input_tokens("m", 1600) == 1600 / ratio
+    cost.learn_ratio("a", "m", prompt_bytes, tokens)
+    assert cost.input_tokens("a", "m", 1600) == 1600 / ratio
 
 
 def test_output_averages_by_tenant_then_by_model() -> None:
@@ -49,6 +51,9 @@ def test_output_averages_by_tenant_then_by_model() -> None:
     assert cost.output_tokens("a", "m", None) == 50
     assert cost.output_tokens("a", "other", None) == OUTPUT_TOKENS_UNSEEN
     assert cost.output_tokens("b", "m", 20) == 20
+    for _ in range(200):
+        cost.learn("a", "m", 20_000.0)
+    assert cost.output_tokens("new", "m", None) == OUTPUT_TOKENS_INHERITED_MAX
 
 
 def test_true_costs() -> None:

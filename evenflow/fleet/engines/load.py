@@ -7,10 +7,11 @@ raises, whatever the bytes.
 
 import re
 from dataclasses import dataclass, field
-from math import inf, isfinite
+from math import isfinite
 
-# Larger pages are read so far.
-PAGE_BYTES_MAX = 4 * 1024 * 1024
+# A number of more characters than that counts nothing, and nothing that is counted here is larger.
+NUMBER_CHARACTERS_MAX = 40
+COUNT_MAX = 1e12
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +77,15 @@ ENGINES: dict[str, Names] = {
 _PREFIXES = re.compile(rb"^(vllm:|sglang:|llamacpp:|tgi_|lmdeploy:)", re.MULTILINE)
 # name, labels in braces, value; quotes in labels may be escaped and may hold braces.
 _LINE = re.compile(
-    rb'^((?:vllm:|sglang:|llamacpp:|tgi_|lmdeploy:)[\w:]+)(\{(?:[^"}]|"(?:[^"\\]|\\.)*")*\})?[ \t]+(\S+)', re.MULTILINE
+    rb'^((?:vllm:|sglang:|llamacpp:|tgi_|lmdeploy:)[\w:]++)'
+    rb'(\{(?:[^"}\n]++|"(?:[^"\\\n]++|\\.)*+")*+\})?[ \t]++(\S++)',
+    re.MULTILINE,
 )
 _LABEL = re.compile(rb'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 def read_load(text: bytes) -> LoadReport | None:
     """The load that a page tells; None when it is no page of an engine that is known, or tells nothing of a queue."""
-    text = text[:PAGE_BYTES_MAX]
     first = _PREFIXES.search(text)
     if first is None:
         return None
@@ -115,10 +117,10 @@ class _Found:
 
     def take(self, name: str, labels: bytes, text: bytes) -> None:
         try:
-            value = float(text)
+            value = float(text[:NUMBER_CHARACTERS_MAX])
         except ValueError:
             return
-        if 0.0 <= value < inf:
+        if 0.0 <= value <= COUNT_MAX:
             self.values.setdefault(name, []).append(value)
             self.labels.setdefault(name, labels)
 
