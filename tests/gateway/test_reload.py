@@ -144,3 +144,73 @@ def test_what_needs_a_restart_is_said(reloading: Any, engine: MockEngine) -> Non
     gateway = reloading(tenants=[tenant("a")])
     gateway.reload(slots=7, tenants=[tenant("a")])
     assert "workers: a change here needs a restart" in gateway.process.stderr
+
+
+def test_limits_that_are_taken_away_leave_open_requests_whole(reloading: Any, engine: MockEngine) -> None:
+    """What runs and waits was reserved from limits that are no more; nobody else loses a time limit over it."""
+    short = {"queue_timeout_s": 1.0}
+    limited = tenant("a", limits={"requests_per_minute": 100})
+    gateway = reloading(slots=1, limits=short, tenants=[limited, tenant("b")])
+    engine.behaviour = Behaviour(gated=True)
+    clients = [Client(gateway.port, timeout_s=6) for _ in range(4)]
+    for client, name in zip(clients, "abab", strict=True):
+        client.send(request_bytes("POST", CHAT, chat(), key=f"sk-{name}"))
+        time.sleep(0.05)
+    gateway.reload(slots=1, limits=short, tenants=[tenant("a"), tenant("b")])
+    for client in clients[1:]:
+        assert client.read_answer().status == 503
+    engine.open_gate()
+    assert clients[0].read_answer().status == 200
+    clients[0].send(request_bytes("POST", CHAT, chat(), key="sk-a"))
+    assert clients[0].read_answer().status == 200
+    for client in clients:
+        client.close()
+
+
+def test_fewer_tiers_and_tenants_lose_nothing_that_waits(reloading: Any, engine: MockEngine) -> None:
+    tiers = [
+        {"name": "high", "groups": [{"name": "keys", "weight": 1}]},
+        {"name": "low", "groups": [{"name": "slow", "weight": 1}]},
+    ]
+    names = [tenant("a", group="slow"), tenant("b"), tenant("c", group="slow")]
+    gateway = reloading(slots=1, scheduling={"tiers": tiers}, tenants=names, auth={"admin_keys": ["sk-admin"]})
+    engine.behaviour = Behaviour(gated=True)
+    clients = {}
+    for number, name in enumerate("cabac"):
+        client = clients[number, name] = Client(gateway.port, timeout_s=10)
+        client.send(request_bytes("POST", CHAT, chat(), [("x-request-id", f"id-{number}")], key=f"sk-{name}"))
+        time.sleep(0.05)
+    one = [{"name": "only", "groups": [{"name": "keys", "weight": 1}]}]
+    gateway.reload(
+        slots=1, scheduling={"tiers": one}, tenants=[tenant("b"), tenant("c")], auth={"admin_keys": ["sk-admin"]}
+    )
+    from support.http import fetch
+
+    told = fetch(gateway.port, "GET", "/admin/v1/requests/id-1", key="sk-admin").json
+    assert (told["state"], told["tier"]) == ("waiting", "only")
+    running = fetch(gateway.port, "GET", "/admin/v1/requests/id-0", key="sk-admin").json
+    assert (running["state"], running["tier"]) == ("running", "low")  # as it was when it was dispatched
+    assert post(gateway.port, chat(), key="sk-a").status == 401
+    engine.open_gate()
+    for client in clients.values():
+        assert client.read_answer().status == 200
+        client.close()
+
+
+def test_what_is_read_last_is_in_force_last(reloading: Any) -> None:
+    """A large file and, right behind it, a small one: the small one wins, though it is read faster."""
+    gateway = reloading(tenants=[tenant("a")])
+    many = [tenant("a"), *(tenant(f"t{number}") for number in range(3000))]
+    write_settings(gateway.path, settings_for(gateway.engine, tenants=many))
+    gateway.process.signal(signal.SIGHUP)
+    time.sleep(0.05)
+    gateway.reload(tenants=[tenant("b")])
+    wait_until(lambda: gateway.process.stderr.count("in force") >= 2, 10)
+    assert post(gateway.port, chat(), key="sk-b").status == 200
+    assert post(gateway.port, chat(), key="sk-a").status == 401
+
+
+def test_another_address_is_said_to_need_a_restart(reloading: Any) -> None:
+    gateway = reloading(tenants=[tenant("a")])
+    gateway.reload(tenants=[tenant("a")], listen={"port": 1})
+    assert "listen: another address needs a restart" in gateway.process.stderr

@@ -190,3 +190,50 @@ def test_a_request_that_waited_long_moves_up(engine: MockEngine, gateways: Gatew
     for client in [low, *flood]:
         client.close()
     gateway.wait_at_rest()
+
+
+def test_an_idle_gateway_does_not_forget_how_fast_it_is(engine: MockEngine, gateways: GatewayMaker) -> None:
+    """After a pause a deadline that is easily met is not refused, and Retry-After is no fantasy."""
+    gateway = gateways(engine, slots=1, tenants=[{"name": "a", "keys": ["sk-a"], "limits": {"queued": 3}}])
+    engine.behaviour = Behaviour(head_delay_s=0.05, tokens=20)
+    for _ in range(30):
+        post(gateway.port, chat(), key="sk-a")
+    (pool,) = gateway.gateway._scheduler.pools
+    wait_until(lambda: pool.rate > 0, 3)
+    for _ in range(100):  # as many idle seconds
+        pool.take_rate()
+    clients = [Client(gateway.port) for _ in range(4)]
+    for client in clients:
+        client.send(request_bytes("POST", CHAT, chat(), [("x-evenflow-deadline-ms", "10000")], key="sk-a"))
+    wait_until(lambda: engine.running == 1)
+    full = post(gateway.port, chat(), key="sk-a")
+    if full.status == 429:
+        assert int(full.header("retry-after") or 0) <= 60
+    for client in clients:
+        assert client.read_answer().status == 200
+        client.close()
+    gateway.wait_at_rest()
+
+
+def test_lowered_work_takes_nobodys_floor(engine: MockEngine, gateways: GatewayMaker) -> None:
+    """S6: a floor is for those whose tier it is; who lowers itself goes behind them there."""
+    tiers = [
+        {"name": "high", "groups": [{"name": "keys", "weight": 10}]},
+        {"name": "low", "min_share": 0.2, "groups": [{"name": "slow", "weight": 1}]},
+    ]
+    tenants = [
+        {"name": "hold", "keys": ["sk-hold"]},
+        {"name": "a", "keys": ["sk-a"]},
+        {"name": "c", "keys": ["sk-c"], "group": "slow"},
+    ]
+    gateway = gateways(engine, slots=1, scheduling={"tiers": tiers}, tenants=tenants)
+    asks = [
+        (label, key, headers, {"max_tokens": 4})
+        for _ in range(12)
+        for label, key, headers in (("h", "sk-a", {}), ("l", "sk-a", lower("low")), ("c", "sk-c", {}))
+    ]
+    served = order(engine, gateway, *asks)  # type: ignore[arg-type]
+    # Of the floor the first lowered one gets its turn, as whoever is new does; after that all is of those it is for.
+    low = [label for label in served if label != "h"]
+    assert low[:6].count("l") <= 1
+    assert low[:13].count("l") <= 1
