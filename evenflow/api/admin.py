@@ -112,8 +112,9 @@ class AdminRoutes:
             if owner is None:
                 self._local.operators_only(call)
         request_id = percent_decoded(call.head.path.removeprefix(REQUESTS))
-        found = self._under_way(request_id) or self._settler.recent.find(request_id)
-        if found is None or (owner is not None and found["tenant"] != owner.name):
+        name = None if owner is None else owner.name
+        found = self._under_way(request_id, name) or self._settler.recent.find(request_id, name)
+        if found is None:
             raise CallerError(
                 "No request with that id is remembered. Ids come in the header x-request-id; the last requests are "
                 "kept for a while, older ones are in the access log.",
@@ -122,11 +123,13 @@ class AdminRoutes:
             )
         return LocalAnswer(msgspec.json.encode(found))
 
-    def _under_way(self, request_id: str) -> dict[str, Any] | None:
+    def _under_way(self, request_id: str, tenant: str | None) -> dict[str, Any] | None:
         wanted = request_id.encode("utf-8", "replace")
         for connection in self._front.connections:
             call = connection.call
-            if call is not None and call.request_id == wanted:
+            if call is not None and call.request_id == wanted and call.tenant is not None:
+                if tenant is not None and call.tenant.name != tenant:
+                    continue
                 ticket = call.ticket
                 if call.fanout is not None:
                     ticket = next((part.ticket for part in call.fanout.parts if part.ticket is not None), None)

@@ -25,12 +25,17 @@ RIVALS_MAX = 8
 class Waited:
     """What a request found when it could not run at once."""
 
-    __slots__ = ("ahead", "ahead_all", "estimate_s", "share")
+    __slots__ = ("above", "ahead", "ahead_all", "estimate_s", "held_at", "share")
 
-    def __init__(self, ahead: int, ahead_all: int, share: float, estimate_s: float) -> None:
+    def __init__(
+        self, ahead: int, ahead_all: int, above: int, held_at: int | None, share: float, estimate_s: float
+    ) -> None:
         # Requests that waited in its tenant's queue and before its pool of workers, itself not counted.
         self.ahead = ahead
         self.ahead_all = ahead_all
+        # Those of them that waited in higher tiers; and its tenant's concurrency, if that was reached.
+        self.above = above
+        self.held_at = held_at
         # The part of the pool that its tenant had by weight.
         self.share = share
         # Seconds that it was thought to wait.
@@ -70,12 +75,17 @@ class Recent:
         """`line` is the request's line of the access log."""
         self._ended.append((line, waited, rivals))
 
-    def find(self, request_id: str) -> dict[str, Any] | None:
-        """The newest request with this id: its log line, and what it waited for. Looks at all that are remembered."""
+    def find(self, request_id: str, tenant: str | None = None) -> dict[str, Any] | None:
+        """The newest request with this id, of a tenant or of any: its log line, and what it waited for.
+
+        Looks at all that are remembered.
+        """
         mark = b'"request_id":%b,' % msgspec.json.encode(request_id)
         for line, waited, rivals in reversed(self._ended):
             if mark in line:
                 found: dict[str, Any] = msgspec.json.decode(line)
+                if tenant is not None and found["tenant"] != tenant:
+                    continue
                 found["why"] = explain(waited, rivals, found.get("worker"))
                 return found
         return None
@@ -90,6 +100,8 @@ def explain(
         waited_for = {
             "ahead_in_own_queue": waited.ahead,
             "ahead_in_all_queues": waited.ahead_all,
+            "ahead_in_higher_tiers": waited.above,
+            "held_at_concurrency": waited.held_at,
             "share_by_weight": round(waited.share, 6),
             "wait_estimate_ms": round(waited.estimate_s * 1e3, 1),
         }
@@ -119,6 +131,10 @@ def _in_words(waited: Waited | None, rivals: "tuple[Rival, ...] | None", worker:
             f"waited behind {waited.ahead} of its own and {waited.ahead_all} in all, "
             f"with {waited.share:.1%} of the pool by weight"
         )
+        if waited.above:
+            words += f", after {waited.above} of higher tiers"
+        if waited.held_at is not None:
+            words += f", held back by its own limit: concurrency {waited.held_at}"
     if worker is None:
         return words
     if not rivals:

@@ -1055,6 +1055,10 @@ class FairQueue:
             line.race.push(line.entity.v + line.lift, ticket.sequence, line)
         self.resume(ticket.tenant)
 
+    def waiting_above(self, tier: int) -> int:
+        """How many wait in higher tiers."""
+        return sum(group.waiting for higher in self._tiers[:tier] for group in higher.groups.values())
+
     def share(self, tenant: Tenant, tier: int) -> float:
         """The part of the pool that the tenant has now by weight, among those of its tier that wait; 0 to 1."""
         account = self._tiers[tier].accounts.get(tenant)

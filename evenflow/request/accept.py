@@ -55,6 +55,12 @@ COMMENT = b": waiting\n\n"
 WRITE_BUFFER_BYTES = 64 * 1024
 
 
+# Routes of older services that are known and not served, with what to use.
+NOT_YET = {
+    b"/v1/chat/interactive_qos": "/v1/chat/completions_qos",
+    b"/logprobs": "/v1/completions with 'logprobs'",
+}
+
 NO_HEADERS: list[tuple[bytes, bytes]] = []
 
 
@@ -187,6 +193,12 @@ class Front:
                 raise self.body_too_large()
             return route, self.authenticator.by_head(head)
         local = self._local(path)
+        if path in NOT_YET:
+            raise CallerError(
+                f"{shown(path)} of an older service is not there yet. Use {NOT_YET[path]}.",
+                code="not_found",
+                status=404,
+            )
         if local is None:
             raise CallerError(
                 f"There is no {shown(method)} {shown(path)} here. The OpenAI routes begin with /v1/.",

@@ -140,7 +140,15 @@ class Enqueuer:
         queue = pool.queue
         estimate_s = self._estimate_s(pool, tenant, ticket.tier, own=ticket.estimate)
         share = queue.share(tenant, ticket.tier)
-        call.waited = Waited(tenant.queued - 1, queue.waiting - 1, share, estimate_s)
+        is_held = tenant.concurrency is not None and tenant.in_flight >= tenant.concurrency
+        call.waited = Waited(
+            tenant.queued - 1,
+            queue.waiting - 1,
+            queue.waiting_above(ticket.tier),
+            tenant.concurrency if is_held else None,
+            share,
+            estimate_s,
+        )
         limit_s = self.queue_timeout_s
         if tenant.patience is not None:
             if tenant.queued == 1:
