@@ -210,12 +210,12 @@ class Starved:
             for index, tier in enumerate(tiers)
             if watched and index and tier.min_share > 0.0 and scenario.charging != "completion"
         }
-        weights = {group.name: group.weight for tier in tiers for group in tier.groups}
         self._weights: dict[Hashable, float] = {}
         for spec in scenario.traffic.tenants:
             self._weights[spec.name] = spec.weight
             own = {group.name: group.weight for group in tiers[spec.tier].groups}
-            self._weights[spec.tier, spec.group] = own.get(spec.group, weights.get(spec.group, 1.0))
+            # A guest of its tier has a weight that the queue gives it; its starts are not counted against any due.
+            self._weights[spec.tier, spec.group] = own.get(spec.group, 0.0)
         # Of each tenant: its tier and group, how many of it wait, and the tenant itself; of each group its tenants that
         # may run.
         self._queued: dict[str, int] = defaultdict(int)
@@ -299,7 +299,7 @@ class Starved:
         for served, others in ((name, self._able[group]), (group, groups)):
             for other in others:
                 passed = self._passed.get(other)
-                if other == served or passed is None or not self._weights[other]:
+                if other == served or passed is None or not self._weights[other] or not self._weights[served]:
                     continue
                 passed[served] = starts = passed.get(served, 0) + 1
                 most = self._weights[served] / self._weights[other] + 1 + self._refunds[served]

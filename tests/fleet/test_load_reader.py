@@ -8,9 +8,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from evenflow.config import Secret, WorkerSettings
+from evenflow.fleet import load as load_module
 from evenflow.fleet import pages
 from evenflow.fleet.engines.load import LoadReport
-from evenflow.fleet.load import LoadReader, completed
+from evenflow.fleet.load import LATE_S, LoadReader, Silence, completed, pause_after
 from evenflow.fleet.registry import Registry, Worker
 
 PAGE = b"llamacpp:requests_processing 1\nllamacpp:requests_deferred 3\n"
@@ -70,8 +71,18 @@ async def reading(
         await reader.stop()
         for server in servers:
             server.close()
-    left = [task for task in asyncio.all_tasks() if (task.get_name() or "").startswith("load ")]
-    assert not left
+    assert not load_tasks()
+
+
+def load_tasks() -> list[asyncio.Task[object]]:
+    return [task for task in asyncio.all_tasks() if task.get_name().startswith("load ") and not task.done()]
+
+
+async def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came to that"
+        await asyncio.sleep(0.01)
 
 
 async def metrics(path: str) -> bytes:
@@ -175,6 +186,204 @@ def test_workers_come_and_go() -> None:
             asked, told = len(pages[0].asked), len(reports)
             await asyncio.sleep(0.2)
             assert (len(pages[0].asked), len(reports)) == (asked, told)
+
+    asyncio.run(run())
+
+
+def test_how_long_it_is_left_alone() -> None:
+    def pauses(silence: Silence, *, told_before: bool) -> list[float]:
+        return [pause_after(silence, in_a_row, 0.5, told_before=told_before) for in_a_row in range(1, 8)]
+
+    for told_before in (False, True):
+        assert pauses(Silence.MISSING, told_before=told_before) == [30, 60, 60, 60, 60, 60, 60]
+        assert pauses(Silence.OTHER, told_before=told_before) == [2, 4, 8, 16, 30, 30, 30]
+    assert pauses(Silence.LATE, told_before=False) == [2, 4, 8, 16, 30, 30, 30]
+    assert pauses(Silence.LATE, told_before=True) == [0.5, 0.5, LATE_S, LATE_S, LATE_S, LATE_S, LATE_S]
+
+
+@pytest.mark.parametrize(
+    ("answer", "silence"),
+    [
+        (ok(b"", b"404 Not Found"), Silence.MISSING),
+        (ok(b"", b"401 Unauthorized"), Silence.MISSING),
+        (ok(b"", b"501 Not Implemented"), Silence.MISSING),
+        (ok(b"<html></html>"), Silence.MISSING),
+        (ok(b"# TYPE python_info gauge\npython_info 1\n"), Silence.OTHER),
+        (ok(b""), Silence.OTHER),
+        (ok(b"", b"503 Service Unavailable"), Silence.LATE),
+        (ok(b"", b"429 Too Many Requests"), Silence.LATE),
+        (b"", Silence.LATE),
+    ],
+)
+def test_why_it_told_nothing(answer: bytes, silence: Silence, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Silence] = []
+
+    def pause(silence: Silence, in_a_row: int, interval_s: float, *, told_before: bool) -> float:
+        seen.append(silence)
+        assert in_a_row == len(seen)
+        assert not told_before
+        return interval_s
+
+    monkeypatch.setattr(load_module, "pause_after", pause)
+
+    async def same(path: str) -> bytes:
+        return answer
+
+    async def run() -> None:
+        async with reading(same):
+            await wait_for(lambda: len(seen) >= 3)
+        assert set(seen) == {silence}
+
+    asyncio.run(run())
+
+
+def test_a_page_that_drips_is_late_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each wait for bytes is short, and the page would take a minute."""
+    monkeypatch.setattr(load_module, "PAGE_TIMEOUT_S", 0.2)
+    silences: list[Silence] = []
+    monkeypatch.setattr(load_module, "pause_after", lambda silence, *_, **__: silences.append(silence) or 0.05)
+
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 5000\r\n\r\n")
+        try:
+            for _ in range(1000):
+                writer.write(b"\n")
+                await asyncio.sleep(0.02)
+        finally:
+            writer.close()
+
+    async def run() -> None:
+        server = await asyncio.start_server(drip, "127.0.0.1", 0)
+        registry = Registry()
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        worker = Worker(WorkerSettings(url=url, name="w0", models=("m",)))
+        registry.add(worker)
+        registry.probe_succeeded(worker)
+        reader = LoadReader(registry, lambda *_: None, 0.05)
+        reader.start()
+        await wait_for(lambda: len(silences) >= 2)
+        await reader.stop()
+        server.close()
+        await asyncio.sleep(0.05)
+        assert set(silences) == {Silence.LATE}
+
+    asyncio.run(run())
+
+
+def test_one_that_comes_back_may_be_another_engine() -> None:
+    """What is told once is asked again, and a missing page is forgotten."""
+    slots, missing = 4, False
+
+    async def answer(path: str) -> bytes:
+        if path == "/metrics":
+            return ok(b"", b"404 Not Found") if missing else ok(PAGE)
+        return ok(b'{"total_slots": %d}' % slots)
+
+    async def run() -> None:
+        nonlocal slots, missing
+        async with reading(answer) as (registry, pages, _, reports):
+            worker = registry.workers["w0"]
+            await wait_for(lambda: len(reports) >= 2)
+            registry.unreachable(worker, "down")
+            await asyncio.sleep(0.15)
+            slots = 9
+            registry.probe_succeeded(worker)
+            await wait_for(lambda: reports[-1][1].sequences_max == 9)
+            missing = True
+            asked = len(pages[0].asked)
+            await wait_for(lambda: len(pages[0].asked) > asked)
+            await asyncio.sleep(0.2)
+            assert len(pages[0].asked) <= asked + 2  # one may have been under way
+
+    asyncio.run(run())
+
+
+def test_what_is_told_once_is_asked_again_when_it_was_late() -> None:
+    asked = 0
+
+    async def answer(path: str) -> bytes:
+        nonlocal asked
+        if path == "/metrics":
+            return ok(PAGE)
+        asked += 1
+        return ok(b"", b"503 Busy") if asked == 1 else ok(b'{"total_slots": 4}')
+
+    async def run() -> None:
+        async with reading(answer) as (_, _, _, reports):
+            await wait_for(lambda: len(reports) >= 4)
+        assert [report.sequences_max for _, report in reports[:3]] == [None, 4, 4]
+        assert asked == 2
+
+    asyncio.run(run())
+
+
+def test_what_is_never_told_is_asked_a_few_times() -> None:
+    async def answer(path: str) -> bytes:
+        return ok(PAGE) if path == "/metrics" else ok(b"", b"503 Busy")
+
+    async def run() -> None:
+        async with reading(answer) as (_, pages, _, reports):
+            await wait_for(lambda: len(reports) >= 6)
+            assert len([path for _, path, _ in pages[0].asked if path == "/props"]) == load_module.ONCE_TRIES
+
+    asyncio.run(run())
+
+
+def test_sglang_tells_its_maximum_at_one_of_two_addresses() -> None:
+    async def answer(path: str) -> bytes:
+        if path == "/metrics":
+            return ok(b"sglang:num_queue_reqs 2\n")
+        if path == "/get_server_info":
+            return ok(b'{"max_running_requests": 48, "max_total_num_tokens": 9000}')
+        return ok(b"", b"404 Not Found")
+
+    async def run() -> None:
+        async with reading(answer) as (_, _, _, reports):
+            await wait_for(lambda: bool(reports))
+        assert reports[0][1] == LoadReport("sglang", 2.0, kv_tokens=9000, sequences_max=48)
+
+    asyncio.run(run())
+
+
+def test_a_fault_in_taking_a_report_does_not_end_the_reading(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(load_module, "PAUSES_MISSING_S", (0.05,))
+    taken = 0
+
+    def take(worker: Worker, load: LoadReport, now: float) -> None:
+        nonlocal taken
+        taken += 1
+        raise RuntimeError("a mistake of ours")
+
+    async def run() -> None:
+        async with reading(metrics) as (registry, _, _, _):
+            second = LoadReader(registry, take, 0.05)
+            second.start()
+            await wait_for(lambda: taken >= 2)
+            await second.stop()
+
+    asyncio.run(run())
+    assert "reading the load of worker w0 failed" in caplog.text
+    assert "sk-worker" not in caplog.text
+
+
+def test_following_is_idempotent_and_needs_a_start() -> None:
+    async def run() -> None:
+        async with reading(metrics) as (registry, _, reader, _):
+            idle = LoadReader(registry, lambda *_: None)
+            idle.follow()  # not started: nothing to do
+            await idle.stop()
+            for _ in range(5):
+                reader.follow()
+            assert len(load_tasks()) == 1
+            registry.workers.clear()
+            reader.follow()
+            await reader.stop()  # also what was left a moment ago has ended
+            assert not load_tasks()
+            reader.follow()
+            assert not load_tasks()
 
     asyncio.run(run())
 
