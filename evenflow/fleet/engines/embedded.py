@@ -135,7 +135,9 @@ def load(settings: EngineSettings) -> Any:
     params.port = settings.port
     params.n_parallel = settings.slots
     params.n_ctx = settings.slots * settings.slot_context
-    params.kv_unified = True
+    # A cache for each slot: in a shared one, where a sequence lies decides the last bits of its probabilities, and with
+    # them what a seed gives.
+    params.kv_unified = False
     params.cpuparams.n_threads = settings.threads
     params.cpuparams_batch.n_threads = settings.threads
     params.cache_ram_mib = PROMPT_CACHE_MIB
