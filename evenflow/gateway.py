@@ -98,6 +98,7 @@ class Gateway:
         )
         scheduler.start = relay.start
         scheduler.no_worker = enqueuer.refuse_unserved
+        relay.split = enqueuer.split
         metrics.gauges = self._gauges
         local = LocalRoutes(front, registry, authenticator, metrics)
         local.mount()

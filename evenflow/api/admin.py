@@ -85,7 +85,7 @@ class AdminRoutes:
         workers = {worker.name: worker for lane in pool.lanes for worker in lane.workers}
         return {
             "pool": number,
-            "models": sorted(self._scheduler.models_of(pool)),
+            "models": sorted(pool.models),
             "workers": [
                 {
                     "name": worker.name,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from evenflow.config import WorkerSettings
+from evenflow.fleet.engines.abilities import ABILITIES, UNKNOWN, Abilities
 from evenflow.observe.access_log import json_name
 from evenflow.policy.slots import KV_SHARE, SLOTS_START, LearnedSlots
 
@@ -26,10 +27,6 @@ log = logging.getLogger("evenflow.fleet")
 
 # Failures in a row of requests that had reached a worker, after which it is not chosen until a probe succeeds.
 FAILURES_MAX = 3
-# Engines that are asked for streams whatever the caller wants: they go on with a whole answer whose caller has left,
-# and count its usage wrong when it has several choices. They make one choice at a time, since several cost as many
-# prompts, and each of their slots has a cache of its own.
-JOINED = frozenset(("llamacpp",))
 # What a worker makes of one request that has no other cap.
 CHOICES_MAX = 2**31
 # Probes that must fail in a row before a worker that answers requests is called suspect.
@@ -47,6 +44,7 @@ class Worker:
     """One engine instance."""
 
     __slots__ = (
+        "abilities",
         "aliases",
         "answered",
         "authorization",
@@ -58,16 +56,17 @@ class Worker:
         "host",
         "idle",
         "in_flight",
-        "joined",
         "kind",
         "last_seen_s",
         "learned",
         "learns_by_first_token",
         "live",
         "log_name",
+        "makes_n",
         "models",
         "models_given",
         "n_max",
+        "n_max_given",
         "name",
         "name_line",
         "port",
@@ -101,12 +100,13 @@ class Worker:
             self.head += b"authorization: %s\r\n" % self.authorization.encode("utf-8")
         self.name_line = b"x-evenflow-worker: %s\r\n" % self.name.encode("ascii", "replace")
         self.log_name = json_name(self.name)
-        # Which engine it runs, once it has told: a key of `fleet.engines.load.ENGINES`.
+        # Which engine it runs, once it has told: a key of `fleet.engines.load.ENGINES`; and what that does itself.
         self.kind = ""
-        # Most choices that it makes of one request; and whether it is asked for streams whatever the caller wants,
-        # since nothing else can be cancelled there.
+        self.abilities: Abilities = UNKNOWN
+        # Most choices that it makes of one request, and whether it is known to make more than one at all.
+        self.n_max_given = settings.n_max
         self.n_max: int = settings.n_max or CHOICES_MAX
-        self.joined = False
+        self.makes_n = settings.n_max is not None
         self.models_given = settings.models is not None
         self.models: frozenset[str] = frozenset(settings.models or ())
         # Name that callers use → name that the worker knows.
@@ -162,7 +162,18 @@ class Worker:
 class Lane:
     """The workers that can run a call, and the pool it queues in."""
 
-    __slots__ = ("bounded", "joined", "learners", "live", "n_max", "pool", "workers")
+    __slots__ = (
+        "bounded",
+        "heals_completions",
+        "joined",
+        "learners",
+        "live",
+        "makes_n",
+        "n_max",
+        "pool",
+        "slot_caches",
+        "workers",
+    )
 
     def __init__(self, workers: tuple[Worker, ...]) -> None:
         self.workers = workers
@@ -171,11 +182,19 @@ class Lane:
         # Its workers whose limits are learned, and whether any worker has told how many tokens it holds.
         self.learners = [worker for worker in workers if worker.learned is not None]
         self.bounded = any(worker.tokens_max < inf for worker in workers)
-        # What every one of its workers can do: see `Worker`.
+        # What every one of its workers can do, and what must be done for any: see `Worker` and `Abilities`.
         self.n_max = min([worker.n_max for worker in workers], default=CHOICES_MAX)
-        self.joined = any(worker.joined for worker in workers)
+        self.makes_n = all(worker.makes_n for worker in workers)
+        self.joined = any(worker.abilities.joined for worker in workers)
+        self.slot_caches = any(worker.abilities.slot_caches for worker in workers)
+        self.heals_completions = any(worker.abilities.heals_completions for worker in workers)
         # Set by the scheduler, which groups lanes that share workers.
         self.pool: Pool
+
+    @property
+    def slots_max(self) -> int:
+        """Of the live worker that has most."""
+        return max([worker.slots for worker in self.workers if worker.live], default=1)
 
 
 class Registry:
@@ -185,8 +204,10 @@ class Registry:
         self.workers: dict[str, Worker] = {}
         # Model or alias → its lane. Read on the hot path; replaced whole.
         self.lanes: dict[str, Lane] = {}
-        # Of workers whose calls may be split: a lane of their own, for parts that must go to this one.
+        # A lane for each worker alone, for parts of calls that must go to it; empty until the first such call, since
+        # more lanes make every decision dearer.
         self.pinned: dict[Worker, Lane] = {}
+        self._pins = False
         # Called after `lanes` changed, after a worker became live or takes more than before, and after one was lost.
         self.on_lanes_changed: Callable[[], None] = _nothing
         self.on_room: Callable[[Worker], None] = _nothing_of
@@ -254,9 +275,9 @@ class Registry:
     def load_reported(self, worker: Worker, load: "LoadReport", now: float) -> None:
         """The worker told of its own queue and memory. Changes its slots if they are learned."""
         if load.kind != worker.kind:
-            if load.kind in JOINED and worker.n_max == CHOICES_MAX:
-                worker.n_max = 1
             self.set_kind(worker, load.kind)
+        if load.sequences_max is not None and worker.abilities.n_within_slots:
+            self._set_choices(worker, worker.n_max_given or load.sequences_max, makes_n=True)
         if load.kv_tokens is not None:
             worker.tokens_max = load.kv_tokens * KV_SHARE
             for lane in self._lanes_of(worker):
@@ -276,15 +297,30 @@ class Registry:
     def set_kind(self, worker: Worker, kind: str) -> None:
         """The worker told which engine it is, and so what of sampling must be done for it."""
         worker.kind = kind
-        joined = kind in JOINED
-        if joined != worker.joined:
-            worker.joined = joined
-            self._rebuild(changed=worker)
+        worker.abilities = able = ABILITIES.get(kind, UNKNOWN)
+        if worker.n_max_given is None:
+            # An engine that has a limit of its own will tell it.
+            worker.n_max = 1 if able.makes_n is False or able.n_within_slots else CHOICES_MAX
+            worker.makes_n = able.makes_n is not None
+        self._rebuild(changed=worker)
+
+    def pin(self) -> None:
+        """From now on there is a lane for each worker alone."""
+        if not self._pins:
+            self._pins = True
+            self._rebuild()
 
     def makes_one_choice(self, worker: Worker) -> None:
         """It was asked for several, and made one."""
-        if worker.n_max > 1:
-            worker.n_max = 1
+        self._set_choices(worker, 1, makes_n=True)
+
+    def makes_choices(self, worker: Worker) -> None:
+        """It was asked for several, and made them."""
+        self._set_choices(worker, worker.n_max, makes_n=True)
+
+    def _set_choices(self, worker: Worker, n_max: int, *, makes_n: bool) -> None:
+        if (n_max, makes_n) != (worker.n_max, worker.makes_n):
+            worker.n_max, worker.makes_n = n_max, makes_n
             self._rebuild(changed=worker)
 
     def drain(self, worker: Worker) -> None:
@@ -331,9 +367,10 @@ class Registry:
                 lane = kept[key] = Lane(key)
             lanes[model] = lane
         self.lanes = lanes
-        capped = [lane for lane in lanes.values() if lane.n_max < CHOICES_MAX or lane.joined]
-        split = {worker for lane in capped for worker in lane.workers}
-        self.pinned = {worker: kept.get((worker,)) or Lane((worker,)) for worker in split}
+        self.pinned = {}
+        if self._pins:
+            for worker in dict.fromkeys(worker for lane in lanes.values() for worker in lane.workers):
+                self.pinned[worker] = kept.get((worker,)) or Lane((worker,))
         self.on_lanes_changed()
 
 

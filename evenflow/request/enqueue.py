@@ -13,6 +13,7 @@ from evenflow.policy.cost import CostModel
 from evenflow.policy.fairness import Ticket
 from evenflow.policy.limits import TenantLimits
 from evenflow.policy.patience import Patience
+from evenflow.policy.sampling import must_split
 from evenflow.request import Call
 from evenflow.request.authenticate import unknown_key
 from evenflow.request.fanout import Fanout
@@ -20,6 +21,7 @@ from evenflow.request.place import Pool, Scheduler
 from evenflow.request.settle import Settler
 from evenflow.tenancy.directory import Member
 from evenflow.wire.faults import CallerError, OverloadError
+from evenflow.wire.openai import SAMPLED, Request
 
 RETRY_NO_WORKER_S = 2.0
 # A body of so many bytes counts as one more request in the length of a queue, so that one measure serves the bounds in
@@ -27,10 +29,33 @@ RETRY_NO_WORKER_S = 2.0
 REQUEST_BYTES = 100 * 1024
 # Of what runs, so much is thought to be left when another comes.
 RUNNING_LEFT = 0.5
-# Kinds of routes whose answers have choices.
-SAMPLED = ("chat", "completions")
 # OpenAI's service tiers that ask for less; all others ask for what the key allows.
 LOWEST_TIER = "flex"
+
+
+def splits(request: Request, lane: Lane) -> bool:
+    """Whether a call is more than one request to one worker, or its answer must be put together here.
+
+    1. It is a stream of several choices, and nobody has seen yet whether its workers make them: some make one.
+    2. Its workers can be cancelled only as streams, or count badly: passed through is a plain stream of one choice.
+    3. It asks for what they do not do as callers know it.
+    4. It asks for more choices, or prompts, than one of them should have.
+    """
+    sequences, prompts = request.sequences, request.prompts
+    if request.stream and request.n > 1 and not lane.makes_n:  # (1)
+        return True
+    if lane.joined and not (request.stream and sequences == 1):  # (2)
+        return True
+    if request.special and lane.heals_completions:  # (3)
+        return True
+    return sequences > 1 and must_split(  # (4)
+        prompts=prompts,
+        n=request.n,
+        best_of=sequences // prompts,
+        n_max=lane.n_max,
+        slots_max=lane.slots_max,
+        workers=lane.live,
+    )
 
 
 class Enqueuer:
@@ -98,7 +123,7 @@ class Enqueuer:
             raise self._queue_full(call)
         if tenant.limits is not None:
             self._reserve(call, tenant.limits, input_tokens + output_tokens)
-        if (sequences > lane.n_max or (lane.joined and not request.stream)) and route.kind in SAMPLED:
+        if (sequences > 1 or request.special or lane.joined) and route.kind in SAMPLED and splits(request, lane):
             self._fan_out(call, lane, tier)
             return
         call.ticket = ticket = Ticket(tenant, tier, lane, sequences, estimate, call)
@@ -111,14 +136,7 @@ class Enqueuer:
 
     def _fan_out(self, call: Call, lane: Lane, tier: int) -> None:
         """The call's workers do not make all its choices themselves: it becomes parts."""
-        request = call.request
-        assert request is not None
-        if request.sequences > request.prompts * request.n:
-            raise CallerError(
-                "'best_of' above 'n' is not available for this model: its engine makes one choice at a time. Ask for "
-                "as many choices as you want to see.",
-                param="best_of",
-            )
+        self._registry.pin()
         call.fanout = fanout = Fanout(
             call, lane, tier, self._cost, self._scheduler, self._settler, self._registry
         )
@@ -126,6 +144,19 @@ class Enqueuer:
         ticket = fanout.parts[0].ticket
         if fanout.waiting and not call.ended and ticket is not None:
             self._wait(call, ticket)
+
+    def split(self, call: Call) -> None:
+        """A worker made fewer choices of the call than it was asked for, and nothing of that was shown."""
+        ticket, request = call.ticket, call.request
+        assert ticket is not None and request is not None
+        call.ticket = None
+        lane = self._registry.lanes.get(request.model)
+        try:
+            if lane is None or not lane.live:
+                raise self.unserved(request.model)
+            self._fan_out(call, lane, ticket.tier)
+        except (CallerError, OverloadError) as fault:
+            self._settler.refuse(call, fault)
 
     def _wait(self, call: Call, ticket: Ticket) -> None:
         """The call has to wait for its turn.

@@ -10,7 +10,6 @@ All parts are one admission, one line of the log and one usage. A part that fail
 all: with an error answer while nothing was shown, with an error event after that. A caller that leaves cancels all.
 """
 
-from enum import IntEnum
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -20,12 +19,14 @@ from msgspec import Raw
 from evenflow.observe.why import why_line
 from evenflow.policy.cost import CostModel
 from evenflow.policy.fairness import Ticket
+from evenflow.policy.sampling import Order, groups_of, order_of
 from evenflow.request import Call
 from evenflow.wire.answer import Head, fault_of_event, last_event
 from evenflow.wire.faults import CallerError, Fault, WorkerError
+from evenflow.wire.heal import Shape
 from evenflow.wire.http import LAST_CHUNK, AnswerHead, status_line
-from evenflow.wire.merge import Group, Identity, StreamMerge, WholeMerge, total_usage
-from evenflow.wire.openai import Request, Usage, error_in_event, has_content, splice
+from evenflow.wire.merge import Group, Identity, Part, StreamMerge, WholeMerge, total_usage
+from evenflow.wire.openai import SEED_MAX, Request, Usage, error_in_event, has_content, splice
 from evenflow.wire.ratelimit import rate_limit_lines
 from evenflow.wire.sse import EventReader, EventTooLarge, payload, split_events
 
@@ -34,22 +35,14 @@ if TYPE_CHECKING:
     from evenflow.request.place import Scheduler
     from evenflow.request.settle import Settler
 
-# Where each slot of an engine has a cache of its own, copies of a prompt that is so many times longer than what they
-# are thought to produce run one after another, in the slot that has it; others run at once, each computing it.
-PROMPT_TIMES_OUTPUT = 2.0
 # Of an error's body so much is kept for its message.
 ERROR_BYTES_MAX = 64 * 1024
+SEEDS = 2**64
 _prompts = msgspec.json.Decoder(list[Raw])
 _members = msgspec.json.Decoder(dict[str, Raw])
+_seed = msgspec.json.Decoder(int | None)
+_NULL = Raw(b"null")
 _ASK_USAGE = b'{"include_usage":true}'
-
-
-class Order(IntEnum):
-    """When the parts of a prompt go."""
-
-    FOLLOW = 0  # one ahead, the others at its first token, to its worker
-    CHAIN = 1  # one after another, to the same worker
-    AT_ONCE = 2  # all at once, wherever there is room
 
 
 class Sink:
@@ -109,13 +102,16 @@ class Fanout:
     """The parts of one call."""
 
     __slots__ = (
+        "_best",
         "_bodies",
+        "_choices",
         "_cost",
         "_lane",
         "_order",
         "_registry",
         "_scheduler",
         "_settler",
+        "_shape",
         "_stream",
         "_tier",
         "_whole",
@@ -146,12 +142,15 @@ class Fanout:
         self._scheduler = scheduler
         self._settler = settler
         self._registry = registry
-        self._order = Order.FOLLOW
-        if lane.joined:
-            tenant = call.tenant.name if call.tenant is not None else ""
-            tokens = cost.input_tokens(tenant, request.model, request.prompt_bytes // request.prompts)
-            output = cost.output_tokens(tenant, request.model, request.max_tokens)
-            self._order = Order.CHAIN if tokens > PROMPT_TIMES_OUTPUT * output else Order.AT_ONCE
+        tenant = call.tenant.name if call.tenant is not None else ""
+        self._order = order_of(
+            slot_caches=lane.slot_caches,
+            input_tokens=cost.input_tokens(tenant, request.model, request.prompt_bytes // request.prompts),
+            output_tokens=cost.output_tokens(tenant, request.model, request.max_tokens),
+        )
+        # Choices that are made of each prompt, of which the `n` best may be shown.
+        self._choices = request.sequences // request.prompts
+        self._best = request.n if self._choices > request.n else None
         # Parts of each prompt, in the order of their choices; and all of them.
         self.prompts: list[list[Call]] = []
         self.parts: list[Call] = []
@@ -161,22 +160,21 @@ class Fanout:
         self.cost = 0.0
         legacy = route.kind == "completions"
         identity = Identity(("cmpl-" if legacy else "chatcmpl-") + call.request_id.decode("ascii"), request.model)
-        self._stream = (
-            StreamMerge(identity, legacy=legacy, with_usage=request.include_usage) if request.stream else None
-        )
-        self._whole = None if request.stream else WholeMerge(identity, legacy=legacy)
-        self._bodies = Bodies(call.body, request)
+        self._bodies = bodies = Bodies(call.body, request, legacy=legacy, best=self._best is not None)
+        self._shape = shape = bodies.shape(heals=lane.heals_completions)
+        self._stream = StreamMerge(identity, shape, with_usage=request.include_usage) if request.stream else None
+        self._whole = None if request.stream else WholeMerge(identity, shape)
 
     # -- out: parts go their ways --------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Submits the first part of each prompt, or all."""
-        request = self.call.request
+        request, lane = self.call.request, self._lane
         assert request is not None
-        n, cap = request.n, min(request.n, self._lane.n_max)
+        choices, cap = self._choices, max(1, min(lane.n_max, lane.slots_max))
         for prompt in range(request.prompts):
             self.prompts.append(
-                [self._part(prompt, prompt * n + first, min(cap, n - first)) for first in range(0, n, cap)]
+                [self._part(prompt, prompt * choices + first, size) for first, size in groups_of(choices, cap)]
             )
         for parts in self.prompts:
             for part in parts if self._order is Order.AT_ONCE else parts[:1]:
@@ -227,7 +225,8 @@ class Fanout:
 
     def _follow(self, first: Call, worker: "Worker | None") -> None:
         """A part of a prompt has its first token, or has ended: others follow it to its worker."""
-        parts = next(parts for parts in self.prompts if first in parts)
+        assert first.part is not None
+        parts = self.prompts[first.part.prompt]
         lane = self._registry.pinned.get(worker, self._lane) if worker is not None else self._lane
         for part in parts:
             if part.ticket is None and not part.ended and not self.call.ended:
@@ -235,19 +234,15 @@ class Fanout:
                 if self._order is Order.CHAIN:
                     break
 
-    def _ask_again(self, call: Call, group: Group) -> None:
+    def _ask_again(self, call: Call, group: Group, missing: list[Part]) -> None:
         """The engine made fewer choices than it was asked for, without a word: the missing ones are asked for alone."""
-        assert call.request is not None
         if call.lease is not None:
             self._registry.makes_one_choice(call.lease.worker)
-        for place, parts in enumerate(self.prompts):
-            if call in parts:
-                for missing in group.missing():
-                    group.parts.remove(missing)
-                    again = self._part(place, missing.index, 1)
-                    parts.append(again)
-                    self._submit(again, self._lane, cached=True)
-                return
+        for part in missing:
+            group.parts.remove(part)
+            again = self._part(group.prompt, part.index, 1)
+            self.prompts[group.prompt].append(again)
+            self._submit(again, self._lane, cached=True)
 
     def reroute(self, part: Call) -> bool:
         """The worker that had its prompt is gone; another may do. False when nobody has the model."""
@@ -266,7 +261,7 @@ class Fanout:
         """A part goes to its worker. Only now it gets its body, or many choices would be as many copies of a prompt."""
         whole, group = self.call, part.part
         assert group is not None and whole.request is not None
-        first = group.parts[0].index - group.prompt * whole.request.n
+        first = group.parts[0].index - group.prompt * self._choices
         part.body = self._bodies.of(group.prompt, first, len(group.parts))
         if self.waiting:
             self.waiting = False
@@ -302,10 +297,14 @@ class Fanout:
         if self.call.ended:
             return
         group = call.part
-        if len(group.parts) > 1 and len(group.missing()) < len(group.parts):
-            self._ask_again(call, group)
+        if len(group.parts) > 1:
+            missing = group.missing()
+            if missing and len(missing) < len(group.parts):
+                self._ask_again(call, group, missing)
+            elif not missing and call.lease is not None:
+                self._registry.makes_choices(call.lease.worker)
         if self._stream is not None:
-            self._write(b"".join([self._stream.end_of(part) for part in group.parts]))
+            self._write(self._stream.end_of(group))
         self._follow(call, call.lease.worker if call.lease is not None else None)
         self.ended += 1
         if self.ended == len(self.parts):
@@ -316,17 +315,30 @@ class Fanout:
         usage = self.usage()
         if self._stream is not None:
             self._write(self._stream.end(usage), last=True)
-        else:
-            assert self._whole is not None
-            choices = sorted((part for group in self._groups() for part in group.parts), key=lambda part: part.index)
-            body = self._whole.end(choices, usage)
-            if whole.client is not None:
-                whole.first_byte_s = monotonic()
-                whole.client.write(self._head().write(b"content-length: %d\r\n" % len(body)) + body)
+        elif not self._write_whole(usage):
+            return
         client = whole.client
         self._settler.end(whole, 200, b"ok", None)
         if client is not None:
             client.done(whole)
+
+    def _write_whole(self, usage: Usage) -> bool:
+        """The one object; False when it cannot be had, and the call has failed."""
+        whole = self.call
+        assert self._whole is not None
+        prompts = [
+            sorted([part for group in groups for part in group.parts], key=lambda part: part.index)
+            for groups in self._groups()
+        ]
+        try:
+            body = self._whole.end(prompts, usage, self._best, with_logprobs=self._bodies.with_logprobs)
+        except CallerError as error:
+            self.fail(error)
+            return False
+        if whole.client is not None:
+            whole.first_byte_s = monotonic()
+            whole.client.write(self._head().write(b"content-length: %d\r\n" % len(body)) + body)
+        return True
 
     def fail(self, fault: Fault) -> None:
         """A part failed for good, and with it all."""
@@ -350,10 +362,11 @@ class Fanout:
                 self._settler.end(part, 499, b"cancelled", None)
 
     def usage(self) -> Usage:
-        return total_usage([[part.part for part in parts if part.part is not None] for parts in self.prompts])
+        return total_usage(self._groups(), silent=self._shape.silent)
 
-    def _groups(self) -> list[Group]:
-        return [part.part for part in self.parts if part.part is not None]
+    def _groups(self) -> list[list[Group]]:
+        """Of each prompt."""
+        return [[part.part for part in parts if part.part is not None] for parts in self.prompts]
 
     # -- towards the caller --------------------------------------------------------------------------------------
 
@@ -446,7 +459,7 @@ class PartAnswer:
                     raise fault_of_event(*failed)
                 events.append(data)
         fanout.events(call, part, events)
-        self.output_tokens, self.usage = part.output_tokens, part.usage()
+        self.output_tokens = part.output_tokens
         if complete and not self._done and not part.finished:
             raise WorkerError("The worker broke its answer off. Try again.", retry_safe=not call.shown)
         return b""
@@ -469,26 +482,65 @@ class PartAnswer:
 class Bodies:
     """The bodies of the parts: one prompt, some of its choices, their seed, as a stream with usage."""
 
-    __slots__ = ("_body", "_prompts", "_seed")
+    __slots__ = ("_body", "_edits", "_legacy", "_prompts", "_seed", "_echo", "_logprobs", "_silent", "with_logprobs")
 
-    def __init__(self, body: bytes, request: Request) -> None:
+    def __init__(self, body: bytes, request: Request, *, legacy: bool, best: bool) -> None:
         fields = _members.decode(body)
         self._body = body
-        seed = bytes(fields.get("seed", b"null"))
-        self._seed: int | None = None if seed == b"null" else int(seed)
-        # None: the body's own.
-        self._prompts = [bytes(one) for one in _prompts.decode(fields["prompt"])] if request.prompts > 1 else None
-
-    def of(self, prompt: int, first: int, size: int) -> bytes:
-        """Choices `first` to `first + size - 1` of a prompt; choice j has the seed of the whole plus j."""
-        edits: dict[str, bytes | None] = {
-            "n": b"%d" % size if size > 1 else None,
+        self._legacy = legacy
+        self._silent = request.max_tokens == 0
+        self._seed: int | None = _seed.decode(fields["seed"]) if "seed" in fields else None
+        # JSON values; those of the body itself when there is one.
+        self._prompts = [fields.get("prompt", _NULL)]
+        if bytes(self._prompts[0]).startswith(b"["):
+            listed = _prompts.decode(self._prompts[0])
+            if request.prompts > 1 or not bytes(listed[0])[:1].isdigit():
+                self._prompts = listed
+        self._echo = legacy and bytes(fields.get("echo", _NULL)) == b"true"
+        self._logprobs = bytes(fields.get("logprobs", _NULL))
+        # Whether the caller sees log-probabilities, which may be asked for just to find the best.
+        self.with_logprobs = self._logprobs not in (b"null", b"false")
+        # What all parts have in common.
+        self._edits: dict[str, bytes | None] = {
             "best_of": None,
             "stream": b"true",
             "stream_options": _ASK_USAGE,
         }
-        if self._prompts is not None:
-            edits["prompt"] = self._prompts[prompt]
+        if best and not self.with_logprobs:
+            self._edits["logprobs"] = b"1" if legacy else b"true"
+
+    def shape(self, *, heals: bool) -> Shape:
+        """How the answer has to look. `heals`: the engine does not do it itself on /v1/completions.
+
+        Raises CallerError for what this engine cannot do, and nobody can do for it.
+        """
+        chosen_only = heals and self._legacy and self._logprobs == b"0"
+        if chosen_only:
+            self._edits["logprobs"] = b"1"
+        echoes = None
+        if heals and self._echo:
+            echoes = [bytes(prompt) for prompt in self._prompts]
+            if self.with_logprobs:
+                raise CallerError(
+                    "'echo' with 'logprobs' is not available for this model: its engine gives no log-probabilities of "
+                    "the prompt. Leave one of them out.",
+                    param="echo",
+                )
+            if not all(echo.startswith(b'"') for echo in echoes):
+                raise CallerError(
+                    "'echo' of token ids is not available for this model: its engine does not echo. Send the prompt "
+                    "as text, or leave 'echo' out.",
+                    param="echo",
+                )
+        return Shape(legacy=self._legacy, echoes=echoes, silent=heals and self._silent, chosen_only=chosen_only)
+
+    def of(self, prompt: int, first: int, size: int) -> bytes:
+        """Choices `first` to `first + size - 1` of a prompt; choice j has the seed of the whole plus j."""
+        edits = dict(self._edits)
+        edits["n"] = b"%d" % size if size > 1 else None
+        if len(self._prompts) > 1:
+            edits["prompt"] = bytes(self._prompts[prompt])
         if self._seed is not None:
-            edits["seed"] = b"%d" % (self._seed + first)
+            seed = self._seed + first
+            edits["seed"] = b"%d" % (seed if seed <= SEED_MAX else seed - SEEDS)
         return splice(self._body, edits)

@@ -25,12 +25,14 @@ RATE_PER_SLOT_UNSEEN = 50.0
 class Pool:
     """Lanes that share workers, directly or through others, and the one fair queue before them."""
 
-    __slots__ = ("lanes", "queue", "rate", "running", "served")
+    __slots__ = ("lanes", "models", "queue", "rate", "running", "served")
 
     def __init__(self, queue: FairQueue, lanes: tuple[Lane, ...]) -> None:
         self.queue = queue
         # None once the pool was regrouped away; then nothing waits in it, and what runs ends.
         self.lanes = lanes
+        # The names that callers use for what these lanes run.
+        self.models: frozenset[str] = frozenset()
         # Cost served since the rate was last taken, and that rate in cost per second.
         self.served = 0.0
         self.rate = 0.0
@@ -74,10 +76,6 @@ class Scheduler:
         registry.on_room = self.worker_has_room
         self._ages = any(tier.max_wait_s is not None for tier in tiers)
 
-    def models_of(self, pool: Pool) -> list[str]:
-        """Every name that callers may use for something the pool runs."""
-        return [model for model, lane in self._registry.lanes.items() if lane.pool is pool]
-
     def tier_names(self) -> list[str]:
         """From the highest to the lowest."""
         return [tier.name for tier in self._tiers]
@@ -117,10 +115,10 @@ class Scheduler:
         pool = lane.pool
         pool.queue.give_back(ticket)
         self._resume_elsewhere(ticket.tenant, pool)
-        if pool.lanes:
+        if lane in pool.lanes:
             self._dispatch(pool)
         else:  # regrouped away while it ran: it waits where others wait now
-            self._move_waiting(pool)
+            self._move_waiting(pool, lane)
 
     def progress(self, ticket: Ticket, cost: float) -> None:
         """Charges a running ticket up to `cost`. Another may be next then, and find room where the last did not."""
@@ -171,34 +169,58 @@ class Scheduler:
         self.regroup()
         for pool in old:
             pool.lanes = ()
-            self._move_waiting(pool, lowered)
+            self._move_waiting(pool, tier_of=lowered)
 
     def regroup(self) -> None:
-        """Forms the pools anew after lanes changed. Pools whose lanes stayed keep their queue and its counters."""
-        kept = {pool.lanes: pool for pool in self.pools}
-        self.pools = []
+        """Forms the pools anew after lanes changed. A pool that still has one of its models keeps its counters.
+
+        1. The same lanes: nothing changes.
+        2. Other lanes for the same models, as when a worker came or went: what waits finds its place in them.
+        3. Pools that became one: the counters of the one with most in common hold for all.
+        """
+        old = self.pools
+        names: dict[Lane, set[str]] = {}
+        for model, lane in self._registry.lanes.items():
+            names.setdefault(lane, set()).add(model)
+        self.pools, changed = [], []
         for lanes in connected(self._registry.all_lanes()):
-            pool = kept.pop(lanes, None) or Pool(FairQueue(self._tiers), lanes)
+            models = frozenset().union(*[names.get(lane, ()) for lane in lanes])
+            pool = max(old, key=lambda pool: len(pool.models & models), default=None)
+            if pool is None or not pool.models & models:
+                pool = Pool(FairQueue(self._tiers), lanes)
+            else:
+                old = [other for other in old if other is not pool]
+                if pool.lanes != lanes:  # (2)
+                    pool.lanes = lanes
+                    changed.append(pool)
+            pool.models = models
             for lane in lanes:
                 lane.pool = pool
             self.pools.append(pool)
-        for old in kept.values():
-            old.lanes = ()
-            self._move_waiting(old)
+        for pool in old:  # (3)
+            pool.lanes = ()
+        for pool in (*changed, *old):
+            self._move_waiting(pool)
 
-    def _move_waiting(self, old: Pool, tier_of: Callable[[Ticket], int] = lambda ticket: ticket.tier) -> None:
-        for ticket in old.queue.take_all():
+    def _move_waiting(
+        self,
+        old: Pool,
+        lane: Lane | None = None,
+        tier_of: Callable[[Ticket], int] = lambda ticket: ticket.tier,
+    ) -> None:
+        """What waits in a pool, or in one of its lanes, queues anew where its model is served now."""
+        for ticket in old.queue.take_all(lane):
             call: Call = ticket.call
             assert call.request is not None
-            lane = self._registry.lanes.get(call.request.model)
-            if lane is not None and call.part is not None and len(ticket.lane.workers) == 1:
+            target = self._registry.lanes.get(call.request.model)
+            if target is not None and call.part is not None and len(ticket.lane.workers) == 1:
                 # A part that goes to the worker that has its prompt, if that is still there.
-                lane = self._registry.pinned.get(ticket.lane.workers[0], lane)
-            if lane is None:
+                target = self._registry.pinned.get(ticket.lane.workers[0], target)
+            if target is None:
                 self.no_worker(call)
             else:
                 call.ticket = moved = Ticket(
-                    ticket.tenant, tier_of(ticket), lane, ticket.slots, ticket.estimate, call
+                    ticket.tenant, tier_of(ticket), target, ticket.slots, ticket.estimate, call
                 )
                 moved.tokens, moved.length, moved.since_s = ticket.tokens, ticket.length, ticket.since_s
                 self.submit(moved)

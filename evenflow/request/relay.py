@@ -13,6 +13,7 @@ while bytes may flow between them, and an attempt is recognised by its lease: on
 import asyncio
 import logging
 import ssl
+from collections.abc import Callable
 from math import inf
 from time import monotonic
 from typing import cast
@@ -31,10 +32,10 @@ from evenflow.request.fanout import PartAnswer
 from evenflow.request.place import Scheduler
 from evenflow.request.settle import Settler
 from evenflow.timers import Wheel
-from evenflow.wire.answer import Head, LateAnswer, PlainAnswer, StreamAnswer, verdict
+from evenflow.wire.answer import FewerChoicesError, Head, LateAnswer, PlainAnswer, StreamAnswer, verdict
 from evenflow.wire.faults import Fault, WorkerError
 from evenflow.wire.http import AnswerHead, HeadMemo, memo_of
-from evenflow.wire.openai import splice, usage_of
+from evenflow.wire.openai import SAMPLED, splice, usage_of
 from evenflow.wire.ratelimit import rate_limit_lines
 
 log = logging.getLogger("evenflow.relay")
@@ -76,6 +77,8 @@ class Relay:
         self._budget = RetryBudget()
         self._tls: ssl.SSLContext | None = None
         self._opening: set[asyncio.Task[None]] = set()
+        # Set by the gateway: what becomes of a call whose worker made fewer choices than it was asked for.
+        self.split: Callable[[Call], None]
         # The gateway is stopping: answers tell their callers to go elsewhere, connections are not kept.
         self.draining = False
 
@@ -175,6 +178,7 @@ class Relay:
     def fail(self, call: Call, fault: Fault) -> None:
         """The worker failed the call.
 
+        0. It made fewer choices than it was asked for, without a word: the call is split, uncharged until then.
         1. Nothing was shown, a retry is safe and earned, and another try makes sense: back to the queue's head.
         2. Nothing was shown, and nobody else has the model: no worker is there.
         3. Nothing was shown: an error answer.
@@ -186,6 +190,12 @@ class Relay:
         if connection is not None:
             answer = connection.answer
             connection.drop()
+        if isinstance(fault, FewerChoicesError):  # (0)
+            call.lease = None
+            self._scheduler.finish(ticket, lease, 0.0)
+            self.registry.makes_one_choice(lease.worker)
+            self.split(call)
+            return
         if not call.shown:
             safe = isinstance(fault, WorkerError) and fault.retry_safe
             live = ticket.lane.live
@@ -246,7 +256,8 @@ class Relay:
             )
         if call.opened:
             return LateAnswer(head.status)
-        return PlainAnswer(answer_head, head.length, ok=head.status < 400)
+        choices = request.sequences if not worker.makes_n and route.kind in SAMPLED else 0
+        return PlainAnswer(answer_head, head.length, ok=head.status < 400, choices=choices)
 
     def charge(self, call: Call) -> None:
         """A running stream has produced more than was charged: charges what is there now."""
@@ -435,7 +446,8 @@ class WorkerConnection(asyncio.Protocol):
         """A plain 200 that came in one read: the general way gives the same bytes, at twice the price."""
         worker, client, relay = self.worker, call.client, self._relay
         assert client is not None
-        asked = call.head
+        asked, request = call.head, call.request
+        assert request is not None
         if (
             not body
             or worker.aliases
@@ -443,6 +455,7 @@ class WorkerConnection(asyncio.Protocol):
             or not (asked.http11 and call.keep_alive)
             or call.opened
             or asked.why
+            or (not worker.makes_n and request.sequences > 1)
             or call.part is not None
             or relay.draining
         ):
@@ -535,6 +548,9 @@ class WorkerConnection(asyncio.Protocol):
         head = self._head
         assert head is not None
         self._detach()
+        worker, request = self.worker, call.request
+        if not worker.makes_n and request is not None and request.n > 1 and head.status < 300:
+            self._relay.registry.makes_choices(worker)
         if head.keep_alive and not self._overrun:
             self.reused = True
             self._head = None

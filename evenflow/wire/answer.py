@@ -18,6 +18,7 @@ from evenflow.wire.faults import CallerError, Fault, OverloadError, WorkerError,
 from evenflow.wire.http import LAST_CHUNK
 from evenflow.wire.openai import (
     Usage,
+    choices_of,
     error_in_event,
     error_message,
     has_content,
@@ -60,14 +61,20 @@ class Head:
         return self.start + framing + b"connection: keep-alive\r\n\r\n"
 
 
+class FewerChoicesError(WorkerError):
+    """The answer has fewer choices than were asked for: an engine that leaves `n` unread."""
+
+
 class PlainAnswer:
     """A body that is not a stream of events."""
 
-    __slots__ = ("_chunked", "_held", "_held_bytes", "_length", "_ok", "_sent", "head", "broken",
+    __slots__ = ("_choices", "_chunked", "_held", "_held_bytes", "_length", "_ok", "_sent", "head", "broken",
         "outcome", "output_tokens", "usage")
 
-    def __init__(self, head: Head, length: int, *, ok: bool) -> None:
+    def __init__(self, head: Head, length: int, *, ok: bool, choices: int = 0) -> None:
         self.head = head
+        # How many the answer must have; 0: as it comes.
+        self._choices = choices if ok else 0
         # Of the whole body, below 0 when it is not known.
         self._length = length
         self._ok = ok
@@ -84,7 +91,7 @@ class PlainAnswer:
         """The bytes to write now. Raises WorkerError for an answer that cannot be passed on.
 
         1. The whole answer came in one read: one write, whatever its framing was.
-        2. A name must be changed: held until it is whole.
+        2. A name must be changed, or choices counted: held until it is whole.
         3. Else passed on as it comes.
         """
         rename = self.head.rename
@@ -95,10 +102,12 @@ class PlainAnswer:
                 raise WorkerError("The worker answered with nothing. Try again.", retry_safe=True)
             if self._ok:
                 self.usage = usage_of(body)
+                if self._choices > 1 and choices_of(body) < self._choices:
+                    raise FewerChoicesError("The worker made fewer choices than it was asked for. Try again.")
                 if rename is not None:
                     body = rename_model(body, *rename)
             return self.head.write(b"content-length: %d\r\n" % len(body)) + body
-        if rename is not None and self._ok:  # (2)
+        if (rename is not None or self._choices > 1) and self._ok:  # (2)
             self._keep(body)
             if self._held_bytes > HELD_BYTES_MAX:
                 raise WorkerError(f"The worker's answer is longer than {HELD_BYTES_MAX} bytes. Ask for less.")

@@ -4,33 +4,30 @@ A call for m prompts with n choices each may be answered by m·n streams of one 
 on as they come, each with its own index and all with one id; `WholeMerge` joins them into the object that a caller
 expects who did not ask for a stream. Texts keep their bytes: only the fields around them are written anew.
 
-What engines do differently, and a caller would notice, is made equal here and nowhere else.
 Never touches a socket, never reads a clock. Raises WorkerError for what is no event of a completion.
 """
 
+import re
 from typing import Any
 
 import msgspec
 from msgspec import Raw
 
-from evenflow.wire.faults import WorkerError
+from evenflow.wire.faults import CallerError, WorkerError
+from evenflow.wire.heal import Shape, finish_reason, joined_text, legacy_logprobs, mean_logprob
 from evenflow.wire.openai import Usage, usage_in_event
 
 DONE = b"data: [DONE]\n\n"
-# OpenAI's words for what other engines call otherwise.
-FINISH_REASONS = {
-    "eos_token": "stop",
-    "eos": "stop",
-    "stop_sequence": "stop",
-    "end_turn": "stop",
-    "abort": "stop",
-    "limit": "length",
-    "max_tokens": "length",
-}
+_KEPT = ("system_fingerprint", "service_tier")
 _NULL = Raw(b"null")
 _fields = msgspec.json.Decoder(dict[str, Raw])
 _list = msgspec.json.Decoder(list[Raw])
+_any = msgspec.json.Decoder()
 _encode = msgspec.json.encode
+# A quote inside of a string is escaped, so that this finds names of fields only.
+_INDEX = re.compile(rb'"index":[ ]?([0-9]+)')
+_UNFINISHED = (b'"finish_reason":null', b'"finish_reason": null')
+_WITHOUT_LOGPROBS = (b'"logprobs":null', b'"logprobs": null')
 
 
 def _read(data: bytes | Raw) -> dict[str, Raw]:
@@ -40,12 +37,12 @@ def _read(data: bytes | Raw) -> dict[str, Raw]:
         raise WorkerError("The worker sent an event that is no JSON object. Try again.") from None
 
 
-def _choices(event: dict[str, Raw]) -> list[dict[str, Raw]]:
+def _choices(event: dict[str, Raw]) -> list[Raw]:
     raw = event.get("choices")
     if raw is None or bytes(raw) == b"null":
         return []
     try:
-        return [_read(choice) for choice in _list.decode(raw)]
+        return _list.decode(raw)
     except msgspec.DecodeError:
         raise WorkerError("The worker sent choices that are no list. Try again.") from None
 
@@ -53,31 +50,31 @@ def _choices(event: dict[str, Raw]) -> list[dict[str, Raw]]:
 class Identity:
     """What all parts of one answer share; taken from the first event, but for what the gateway decides."""
 
-    __slots__ = ("created", "fields", "model", "object_name")
+    __slots__ = ("before", "fields", "model")
 
     def __init__(self, answer_id: str, model: str) -> None:
         self.model = Raw(_encode(model))
-        # Fields of the first event that are of the whole answer: id, created, system_fingerprint, ...
+        # Fields of the whole answer: id, created, system_fingerprint, ...
         self.fields: dict[str, Raw] = {"id": Raw(_encode(answer_id))}
-        self.created = _NULL
-        self.object_name = _NULL
+        # An event up to its choices.
+        self.before = b""
 
     def take(self, event: dict[str, Raw]) -> None:
         """Remembers what the first event tells of the whole answer."""
-        if len(self.fields) == 1:
-            self.created = event.get("created", _NULL)
-            self.object_name = event.get("object", _NULL)
-            kept = ("system_fingerprint", "service_tier")
-            self.fields.update({name: Raw(bytes(event[name])) for name in kept if name in event})
-            self.fields["object"] = Raw(bytes(self.object_name))
-            self.fields["created"] = Raw(bytes(self.created))
-            self.fields["model"] = self.model
+        if self.before:
+            return
+        fields = self.fields
+        for name in ("object", "created"):
+            fields[name] = Raw(bytes(event.get(name, _NULL)))
+        fields["model"] = self.model
+        fields.update({name: Raw(bytes(event[name])) for name in _KEPT if name in event})
+        self.before = b"data: " + _encode(fields)[:-1] + b',"choices":['
 
 
 class Part:
     """One choice of the answer, and what has come of it."""
 
-    __slots__ = ("finish_reason", "index", "output_tokens", "text_offset")
+    __slots__ = ("finish_reason", "index", "output_tokens", "role_shown", "text_offset")
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -86,6 +83,7 @@ class Part:
         self.finish_reason: str | None = None
         # Events with a piece of it.
         self.output_tokens = 0
+        self.role_shown = False
 
     def note(self, choice: dict[str, Raw]) -> None:
         self.output_tokens += 1
@@ -97,7 +95,7 @@ class Part:
 class Group:
     """Choices of one prompt that one request to a worker asked for."""
 
-    __slots__ = ("_usages", "parts", "prompt", "warm")
+    __slots__ = ("_usages", "after", "before", "parts", "prompt", "warm")
 
     def __init__(self, first: int, size: int, prompt: int = 0) -> None:
         # Of the call's prompts, which.
@@ -105,27 +103,46 @@ class Group:
         self.parts = [Part(first + place) for place in range(size)]
         # Its first token has come, so that its prompt is in its worker's cache.
         self.warm = False
+        # What stood around the only choice of its last event, which is what stands around that of the next.
+        self.before = b""
+        self.after = b""
         self._usages: list[Usage] = []
 
-    def note(self, data: bytes, choices: list[dict[str, Raw]]) -> list[tuple[Part, dict[str, Raw]]]:
+    def note(self, data: bytes, choices: list[Raw]) -> list[tuple[Part, dict[str, Raw]]]:
         """The choices of an event, each with its part. Raises WorkerError for one that nobody asked for."""
         if b'"usage"' in data:
             usage = usage_in_event(data)
             if usage is not None:
                 self._usages.append(usage)
         found = []
-        for choice in choices:
-            place = _place(choice)
-            if place >= len(self.parts):
-                raise WorkerError("The worker sent more choices than it was asked for. Try again.")
-            part = self.parts[place]
-            part.note(choice)
-            found.append((part, choice))
+        for raw in choices:
+            choice = _read(raw)
+            part = self.part(choice.get("index", _NULL))
+            if part.finish_reason is None:
+                part.note(choice)
+                found.append((part, choice))
         return found
+
+    def part(self, index: bytes | Raw) -> Part:
+        digits = bytes(index)
+        place = int(digits) if digits.isdigit() else 0
+        if place >= len(self.parts):
+            raise WorkerError("The worker sent more choices than it was asked for. Try again.")
+        return self.parts[place]
+
+    def learn(self, data: bytes, event: dict[str, Raw], choices: list[Raw]) -> None:
+        """Remembers what stands around the only choice of an event that tells nothing else."""
+        usage = event.get("usage")
+        if len(choices) == 1 and (usage is None or bytes(usage) == b"null"):
+            raw = bytes(choices[0])
+            start = data.index(raw)
+            self.before, self.after = data[:start], data[start + len(raw) :]
+        else:
+            self.before = self.after = b""
 
     @property
     def output_tokens(self) -> int:
-        return sum(part.output_tokens for part in self.parts)
+        return sum([part.output_tokens for part in self.parts])
 
     @property
     def finished(self) -> bool:
@@ -141,37 +158,25 @@ class Group:
         if not usages:
             return None
         several = len(self.parts) > 1 and len(usages) >= len(self.parts)
-        outputs = sum(usage.output_tokens for usage in usages) if several else usages[-1].output_tokens
+        outputs = sum([usage.output_tokens for usage in usages]) if several else usages[-1].output_tokens
         # A choice has up to two events without a token, its first and its last.
         if len(self.parts) > 1:
             outputs = max(outputs, self.output_tokens - 2 * len(self.parts))
-        return Usage(max(u.input_tokens for u in usages), min(u.cached_tokens for u in usages), outputs)
+        return Usage(max([u.input_tokens for u in usages]), min([u.cached_tokens for u in usages]), outputs)
 
 
-def _place(choice: dict[str, Raw]) -> int:
-    raw = choice.get("index")
-    if raw is None or not bytes(raw).isdigit():
-        return 0
-    return int(bytes(raw))
-
-
-def finish_reason(reason: Any) -> str:
-    """In OpenAI's words; one that is no text, or unknown, stays a word."""
-    return FINISH_REASONS.get(str(reason), str(reason))
-
-
-def total_usage(prompts: list[list[Group]]) -> Usage:
+def total_usage(prompts: list[list[Group]], *, silent: bool = False) -> Usage:
     """Of the groups of each prompt: the prompt once whatever n, as it was computed first, and the tokens of all."""
     inputs = cached = outputs = 0
     for groups in prompts:
-        usages = [usage for group in groups if (usage := group.usage()) is not None]
+        told = [(group, group.usage()) for group in groups]
+        usages = [usage for _, usage in told if usage is not None]
         if usages:
-            inputs += max(usage.input_tokens for usage in usages)
-            cached += min(usage.cached_tokens for usage in usages)
-        for group in groups:
-            usage = group.usage()
-            outputs += usage.output_tokens if usage is not None else group.output_tokens
-    return Usage(inputs, cached, outputs)
+            inputs += max([usage.input_tokens for usage in usages])
+            cached += min([usage.cached_tokens for usage in usages])
+        for group, usage in told:
+            outputs += group.output_tokens if usage is None else usage.output_tokens
+    return Usage(inputs, cached, 0 if silent else outputs)
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
@@ -186,72 +191,118 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 class StreamMerge:
     """Events of all parts as one stream. What `take` and `end` return is to be written as it is."""
 
-    def __init__(self, identity: Identity, *, legacy: bool, with_usage: bool) -> None:
+    __slots__ = ("_identity", "_plain", "_shape", "_with_usage")
+
+    def __init__(self, identity: Identity, shape: Shape, *, with_usage: bool) -> None:
         self._identity = identity
-        # Of /v1/completions, whose log-probabilities have another shape.
-        self._legacy = legacy
+        self._shape = shape
+        # Nothing but the index must change in an event of the common kind.
+        self._plain = not shape.rewrites
         self._with_usage = with_usage
 
     def take(self, group: Group, data: bytes) -> bytes:
-        """One event of a group; b"" for one that says nothing of a choice."""
-        event = _read(data)
-        found = group.note(data, _choices(event))
+        """One event of a group; b"" for one that says nothing new of a choice.
+
+        1. The same as the last but for its choice, which neither begins nor ends: its index is written anew, no more.
+        2. All else is read and written again, but for the texts.
+        """
+        before, after = group.before, group.after
+        if before and self._plain and data.startswith(before) and data.endswith(after):  # (1)
+            shown = self._renumbered(group, data[len(before) : len(data) - len(after)])
+            if shown is not None:
+                return shown
+        event = _read(data)  # (2)
+        choices = _choices(event)
+        found = group.note(data, choices)
         if not found:
             return b""
         self._identity.take(event)
-        shown: dict[str, Any] = dict(self._identity.fields)
-        shown["choices"] = [healed_choice(choice, part, legacy=self._legacy) for part, choice in found]
-        return b"data: %b\n\n" % _encode(shown)
-
-    def end_of(self, part: Part) -> bytes:
-        """A part's stream came to its end: says how it ended, if the engine did not."""
-        if part.finish_reason is not None:
+        group.learn(data, event, choices)
+        shape = self._shape
+        shown_choices = [self._healed(choice, part, group) for part, choice in found if not shape.silent]
+        if not shown_choices:
             return b""
-        part.finish_reason = "stop"
-        choice: dict[str, Any] = {"index": part.index, "finish_reason": "stop", "logprobs": None}
-        choice["text" if self._legacy else "delta"] = "" if self._legacy else {}
-        return b"data: %b\n\n" % _encode({**self._identity.fields, "choices": [choice]})
+        return b"%b%b]}\n\n" % (self._identity.before, _encode(shown_choices)[1:-1])
+
+    def _renumbered(self, group: Group, choice: bytes) -> bytes | None:
+        """The event with a choice that needs no more; None for one that does."""
+        pieces = _INDEX.split(choice)
+        if (
+            len(pieces) != 3
+            or b'"role"' in choice
+            or (b'"finish_reason"' in choice and not _has_any(choice, _UNFINISHED))
+            or (self._shape.legacy and b'"logprobs"' in choice and not _has_any(choice, _WITHOUT_LOGPROBS))
+        ):
+            return None
+        part = group.part(pieces[1])
+        if part.finish_reason is not None or not (part.role_shown or self._shape.legacy):
+            return None
+        part.output_tokens += 1
+        return b'%b%b"index":%d%b]}\n\n' % (self._identity.before, pieces[0], part.index, pieces[2])
+
+    def _healed(self, choice: dict[str, Raw], part: Part, group: Group) -> dict[str, Any]:
+        """A choice with its own index, the usual words, one role, and log-probabilities in the shape of its route."""
+        shape = self._shape
+        shown: dict[str, Any] = dict(choice)
+        shown["index"] = part.index
+        if part.finish_reason is not None:
+            shown["finish_reason"] = part.finish_reason
+        if not shape.legacy:
+            if "delta" in choice and bytes(choice["delta"]).startswith(b"{"):
+                shown["delta"] = _with_one_role(choice["delta"], part)
+            return shown
+        if shape.echoes is not None and not part.role_shown:
+            part.role_shown = True
+            text = bytes(choice.get("text", _NULL))
+            echo = shape.echoes[group.prompt]
+            shown["text"] = Raw(joined_text(echo, text) if text.startswith(b'"') else echo)
+        if "logprobs" in choice:
+            logprobs = legacy_logprobs(choice["logprobs"], part.text_offset, chosen_only=shape.chosen_only)
+            shown["logprobs"] = logprobs
+            if isinstance(logprobs, dict):
+                part.text_offset += sum(map(len, logprobs["tokens"]))
+        return shown
+
+    def end_of(self, group: Group) -> bytes:
+        """A group's stream came to its end: says how its choices ended, where the engine did not."""
+        self._identity.take({})
+        events = []
+        shape = self._shape
+        for part in group.parts:
+            if part.finish_reason is not None and not shape.silent:
+                continue
+            part.finish_reason = shape.finish()
+            choice: dict[str, Any] = {"index": part.index, "finish_reason": part.finish_reason, "logprobs": None}
+            if shape.legacy:
+                choice["text"] = "" if shape.echoes is None or part.role_shown else Raw(shape.echoes[group.prompt])
+            else:
+                choice["delta"] = {} if part.role_shown else {"role": "assistant"}
+            events.append(b"%b%b]}\n\n" % (self._identity.before, _encode(choice)))
+        return b"".join(events)
 
     def end(self, usage: Usage) -> bytes:
         """All parts have ended."""
         if not self._with_usage:
             return DONE
-        last = {**self._identity.fields, "choices": [], "usage": usage_object(usage)}
-        return b"data: %b\n\n%b" % (_encode(last), DONE)
+        self._identity.take({})
+        return b'%b],"usage":%b}\n\n%b' % (self._identity.before, _encode(usage_object(usage)), DONE)
 
 
-def healed_choice(choice: dict[str, Raw], part: Part, *, legacy: bool) -> dict[str, Any]:
-    """A choice with its own index, the usual words, and log-probabilities in the shape of its route."""
-    shown: dict[str, Any] = dict(choice)
-    shown["index"] = part.index
-    reason = choice.get("finish_reason")
-    if reason is not None and bytes(reason).startswith(b'"'):
-        shown["finish_reason"] = part.finish_reason
-    if legacy and "logprobs" in choice:
-        shown["logprobs"] = logprobs = legacy_logprobs(choice["logprobs"], part.text_offset)
-        if isinstance(logprobs, dict):
-            part.text_offset += sum(map(len, logprobs["tokens"]))
-    return shown
+def _has_any(data: bytes, wanted: tuple[bytes, bytes]) -> bool:
+    return wanted[0] in data or wanted[1] in data
 
 
-def legacy_logprobs(raw: Raw, offset: int) -> Any:
-    """Log-probabilities as /v1/completions has them; those that are in the shape of chat are turned."""
-    if not bytes(raw).startswith(b"{"):
-        return raw
-    fields = msgspec.json.decode(raw)
-    content = fields.get("content")
-    if not isinstance(content, list):
-        return raw
-    shown: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    for token in content:
-        text = str(token.get("token", ""))
-        shown["tokens"].append(text)
-        shown["token_logprobs"].append(token.get("logprob"))
-        tops = token.get("top_logprobs") or []
-        shown["top_logprobs"].append({str(top.get("token", "")): top.get("logprob") for top in tops})
-        shown["text_offset"].append(offset)
-        offset += len(text)
-    return shown
+def _with_one_role(delta: Raw, part: Part) -> Any:
+    """The first delta of a choice names its role, and no other does, whatever the engine sent."""
+    if part.role_shown == (b'"role"' not in bytes(delta)):
+        part.role_shown = True
+        return delta
+    fields: dict[str, Any] = dict(_read(delta))
+    if part.role_shown:
+        fields.pop("role", None)
+        return fields
+    part.role_shown = True
+    return fields if "role" in fields else {"role": "assistant", **fields}
 
 
 class _Whole:
@@ -267,15 +318,20 @@ class _Whole:
         self.logprobs: dict[str, list[Any]] = {}
         self.fields: dict[str, Any] = {}
 
-    def take(self, choice: dict[str, Any]) -> None:
-        for name, value in choice.items():
+    def take(self, choice: dict[str, Raw]) -> None:
+        for name, raw in choice.items():
+            if name == "index" or name == "finish_reason":
+                continue
+            value = _any.decode(raw)
             if name == "delta":
                 self._take_delta(value or {})
             elif name == "text":
                 self.texts.setdefault("text", []).append(value or "")
             elif name == "logprobs":
                 self._take_logprobs(value)
-            elif name not in ("index", "finish_reason") and value is not None:
+            elif isinstance(value, list) and isinstance(self.fields.get(name), list):
+                self.fields[name] += value  # such as token ids
+            elif value is not None:
                 self.fields[name] = value
 
     def _take_delta(self, delta: dict[str, Any]) -> None:
@@ -303,29 +359,30 @@ class _Whole:
                 if isinstance(items, list):
                     self.logprobs.setdefault(name, []).extend(items)
 
-    def choice(self, part: Part, *, legacy: bool) -> dict[str, Any]:
+    def choice(self, index: int, finish: str, shape: Shape, echo: str, *, with_logprobs: bool) -> dict[str, Any]:
         texts = {name: "".join(pieces) for name, pieces in self.texts.items()}
-        whole: dict[str, Any] = {"index": part.index}
-        if legacy:
-            whole["text"] = texts.get("text", "")
-            logprobs: Any = self.logprobs or None
+        logprobs: Any = self.logprobs if with_logprobs and self.logprobs else None
+        whole: dict[str, Any] = {"index": index}
+        if shape.legacy:
+            whole["text"] = echo + texts.get("text", "")
             if logprobs is not None and "content" in logprobs:
-                logprobs = legacy_logprobs(Raw(_encode(logprobs)), 0)
+                logprobs = legacy_logprobs(Raw(_encode(logprobs)), 0, chosen_only=shape.chosen_only)
         else:
             message = {"role": "assistant", "content": texts.pop("content", None if self.tools else "")}
             whole["message"] = {**message, **self.message, **texts}
             if self.tools:
                 whole["message"]["tool_calls"] = [self.tools[index] for index in sorted(self.tools)]
-            logprobs = self.logprobs or None
-        return {**whole, **self.fields, "logprobs": logprobs, "finish_reason": part.finish_reason or "stop"}
+        return {**whole, **self.fields, "logprobs": logprobs, "finish_reason": finish}
 
 
 class WholeMerge:
     """All parts as the one object that a caller gets who did not ask for a stream."""
 
-    def __init__(self, identity: Identity, *, legacy: bool) -> None:
+    __slots__ = ("_choices", "_identity", "_shape")
+
+    def __init__(self, identity: Identity, shape: Shape) -> None:
         self._identity = identity
-        self._legacy = legacy
+        self._shape = shape
         self._choices: dict[int, _Whole] = {}
 
     def take(self, group: Group, data: bytes) -> None:
@@ -337,14 +394,46 @@ class WholeMerge:
             whole = self._choices.get(part.index)
             if whole is None:
                 whole = self._choices[part.index] = _Whole()
-            whole.take(msgspec.json.decode(_encode(choice)))
+            if not self._shape.silent:
+                try:
+                    whole.take(choice)
+                except (AttributeError, TypeError, KeyError):  # members of other types than a choice has
+                    raise WorkerError("The worker sent a choice that is none. Try again.") from None
 
-    def end(self, parts: list[Part], usage: Usage) -> bytes:
-        """The object, JSON bytes."""
+    def end(
+        self, prompts: list[list[Part]], usage: Usage, best: int | None = None, *, with_logprobs: bool = True
+    ) -> bytes:
+        """The object, JSON bytes: the choices of each prompt in their order, or its `best` by mean log-probability.
+
+        Raises CallerError when the best are asked for and the engine gave no log-probabilities.
+        """
+        choices: list[dict[str, Any]] = []
+        for prompt, parts in enumerate(prompts):
+            kept = parts if best is None else self._best(parts, best)
+            echoes = self._shape.echoes
+            echo = "" if echoes is None else msgspec.json.decode(echoes[prompt], type=str)
+            for part in kept:
+                whole = self._choices.get(part.index) or _Whole()
+                finish = self._shape.finish() if self._shape.silent else part.finish_reason or "stop"
+                index = part.index if best is None else len(choices)
+                choices.append(whole.choice(index, finish, self._shape, echo, with_logprobs=with_logprobs))
         fields: dict[str, Any] = dict(self._identity.fields)
-        fields["object"] = "text_completion" if self._legacy else "chat.completion"
-        fields["choices"] = [
-            self._choices.get(part.index, _Whole()).choice(part, legacy=self._legacy) for part in parts
-        ]
+        fields["object"] = "text_completion" if self._shape.legacy else "chat.completion"
+        fields["choices"] = choices
         fields["usage"] = usage_object(usage)
         return _encode(fields)
+
+    def _best(self, parts: list[Part], count: int) -> list[Part]:
+        """The likeliest first; of equal ones the earlier."""
+        scores: dict[int, float] = {}
+        for part in parts:
+            whole = self._choices.get(part.index)
+            score = None if whole is None else mean_logprob(whole.logprobs)
+            if score is None:
+                raise CallerError(
+                    "'best_of' above 'n' is not available for this model: its engine gives no log-probabilities to "
+                    "choose by. Ask for as many choices as you want to see.",
+                    param="best_of",
+                )
+            scores[part.index] = score
+        return sorted(parts, key=lambda part: (-scores[part.index], part.index))[:count]

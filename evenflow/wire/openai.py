@@ -46,6 +46,10 @@ _UTF8_PIECE_BYTES = 256 * 1024
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
+# Kinds of routes whose answers have choices.
+SAMPLED = ("chat", "completions")
+
+
 class Route(Struct, frozen=True):
     """One path that is relayed to workers."""
 
@@ -104,6 +108,8 @@ class Request(Struct, gc=False):
     service_tier: str | None = None
     # As older services name a user; None without one.
     user_id: str | None = None
+    # Asks for what engines differ in: no tokens at all; on /v1/completions an echo or log-probabilities.
+    special: bool = False
 
 
 class Usage(Struct, gc=False, frozen=True):
@@ -180,6 +186,7 @@ class _ChatBody(_Sampled, gc=False):
 class _CompletionsBody(_Sampled, gc=False):
     prompt: Raw = _NULL
     prompt_embeds: Raw = _NULL
+    echo: bool | None = None
 
 
 class _EmbeddingsBody(_Body, gc=False):
@@ -203,7 +210,7 @@ _input_list = msgspec.json.Decoder(list[str | int | list[int] | _Object])
 
 # Fields that must not stand in a body twice: one reader would take the first, another the last.
 _DECIDING = frozenset(
-    {"model", "messages", "prompt", "input", "stream", "stream_options", "n", "best_of", "seed"}
+    {"model", "messages", "prompt", "input", "stream", "stream_options", "n", "best_of", "seed", "echo", "logprobs"}
     | {"max_tokens", "max_completion_tokens", "max_output_tokens", "user", "api_key", "service_tier", "user_id"}
 )
 
@@ -212,6 +219,7 @@ _RIGHT = {
     "model": "the name of a model as a string, one of those that GET /v1/models lists",
     "messages": "a list of at least one message object",
     "stream": "true or false",
+    "echo": "true or false",
     "user": "a string",
     "api_key": "a string",
     "service_tier": "a string, such as auto, default or flex",
@@ -276,7 +284,8 @@ def _read_completions(fields: _CompletionsBody, body_bytes: int, n_max: int) -> 
             raise _wrong("prompt", "missing", n_max)
         return _sampled_request(fields, n_max, 1, body_bytes)
     prompts, tokens = _prompts(fields.prompt, "prompt", _prompt_list, n_max)
-    return _sampled_request(fields, n_max, prompts, tokens * TOKEN_BYTES or body_bytes)
+    special = fields.echo is True or not (fields.logprobs is None or fields.logprobs is False)
+    return _sampled_request(fields, n_max, prompts, tokens * TOKEN_BYTES or body_bytes, special=special)
 
 
 def _read_embeddings(fields: _EmbeddingsBody, body_bytes: int, n_max: int) -> Request:
@@ -315,16 +324,25 @@ _READERS: dict[str, tuple["msgspec.json.Decoder[Any]", Callable[[Any, int, int],
 }
 
 
-def _sampled_request(fields: _Sampled, n_max: int, prompts: int, prompt_bytes: int) -> Request:
+def _sampled_request(
+    fields: _Sampled, n_max: int, prompts: int, prompt_bytes: int, *, special: bool = False
+) -> Request:
     n = choices = 1
     if fields.n is not None:
         n = choices = fields.n
         if not 1 <= n <= n_max:
             raise _wrong("n", _shown(n), n_max)
     if fields.best_of is not None:
-        if not 1 <= fields.best_of <= n_max:
-            raise _wrong("best_of", _shown(fields.best_of), n_max)
-        choices = max(n, fields.best_of)
+        choices = fields.best_of
+        if not 1 <= choices <= n_max:
+            raise _wrong("best_of", _shown(choices), n_max)
+        if choices < n:
+            raise CallerError(f"'best_of' ({choices}) must not be less than 'n' ({n}).", param="best_of")
+        if choices > 1 and fields.stream:
+            raise CallerError(
+                "'best_of' cannot be streamed, since the best are known only at the end; leave one of them out.",
+                param="best_of",
+            )
     if prompts * choices > n_max:
         raise _too_many(prompts, choices, n_max)
     if fields.seed is not None:
@@ -349,6 +367,7 @@ def _sampled_request(fields: _Sampled, n_max: int, prompts: int, prompt_bytes: i
         fields.api_key,
         fields.service_tier,
         None if fields.user_id is _NULL else _user_id(fields.user_id),
+        special or limit == 0,
     )
 
 
@@ -790,6 +809,21 @@ _answer = msgspec.json.Decoder(_Answer)
 _usage_object = msgspec.json.Decoder(_Usage)
 # A usage object: at most one more level of braces inside, no string with a brace.
 _USAGE_OBJECT = re.compile(rb'"usage"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
+
+
+class _Choices(Struct, gc=False):
+    choices: list[Raw] = []
+
+
+_choices_object = msgspec.json.Decoder(_Choices)
+
+
+def choices_of(body: bytes) -> int:
+    """How many choices an answer has; as many as there can be when it has none to count."""
+    try:
+        return len(_choices_object.decode(body).choices) or TOKENS_MAX
+    except _UNREADABLE:
+        return TOKENS_MAX
 
 
 def usage_of(body: bytes) -> Usage | None:

@@ -470,7 +470,7 @@ def test_a_slot_is_held_until_the_last_byte(engine: MockEngine, gateways: Gatewa
     ids=["n", "prompts", "best_of"],
 )  # fmt: skip
 def test_a_slot_is_one_running_sequence(engine: MockEngine, gateways: GatewayMaker, fields: dict[str, object]) -> None:
-    engine.behaviour = Behaviour(head_delay_s=0.02)
+    engine.behaviour = Behaviour(head_delay_s=0.02, logprobs=(-1.0,))
     gateway = gateways(engine, slots=4)
     data = request_bytes("POST", "/v1/completions", {"model": "m", **fields}, close=True)
 

@@ -183,6 +183,151 @@ def test_an_engine_that_ignores_n_is_noticed(engine: MockEngine, gateways: Gatew
     gateway.wait_at_rest()
 
 
+def test_a_second_call_of_an_engine_with_a_cap_is_split_the_same(engine: MockEngine, gateways: GatewayMaker) -> None:
+    """All choices came: nothing was missing, and nothing is held against the engine."""
+    workers = alone(engine)
+    workers[0]["n_max"] = 4
+    gateway = gateways(engine, workers=workers)
+    for _ in range(2):
+        engine.received.clear()
+        assert len(post(gateway.port, chat(n=5)).json["choices"]) == 5
+        assert [body.get("n") for body in asked(engine)] == [4, None]
+
+
+def test_an_engine_of_an_unknown_kind_that_ignores_n_is_noticed(engine: MockEngine, gateways: GatewayMaker) -> None:
+    """S44: nobody said what it can do; its first answer does, and the caller gets all choices of that call too."""
+    engine.behaviour = Behaviour(ignores_n=True, tokens=2, input_tokens=3)
+    gateway = gateways(engine)
+    answer = post(gateway.port, chat(n=3)).json
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    assert answer["usage"]["completion_tokens"] == 6
+    assert [body.get("n") for body in asked(engine)] == [3, None, None, None]
+    engine.received.clear()
+    assert len(post(gateway.port, chat(n=2)).json["choices"]) == 2
+    assert [body.get("n") for body in asked(engine)] == [None, None]
+    gateway.wait_at_rest()
+
+
+def test_an_engine_that_ignores_n_is_noticed_in_a_stream(engine: MockEngine, gateways: GatewayMaker) -> None:
+    engine.behaviour = Behaviour(ignores_n=True, tokens=2)
+    gateway = gateways(engine)
+    texts, finishes, _ = streamed(post(gateway.port, chat(n=3, stream=True)))
+    assert texts == dict.fromkeys(range(3), "word0 word1 ")
+    assert all(len(finishes[index]) == 1 for index in range(3))
+    gateway.wait_at_rest()
+
+
+def test_an_engine_that_makes_n_keeps_its_bytes_from_the_first_call_on(
+    engine: MockEngine, gateways: GatewayMaker
+) -> None:
+    """Also in many pieces, and also when it was not known that it does."""
+    engine.behaviour = Behaviour(tokens=3, write_bytes=50, own_tokens=True)
+    gateway = gateways(engine)
+    shown = [post(gateway.port, chat(n=2)).body for _ in range(2)]
+    with Client(engine.port) as straight:
+        straight.send(request_bytes("POST", CHAT, chat(n=2)))
+        assert shown == [straight.read_answer().body] * 2
+    # From then on a stream of it is passed through, too.
+    first = post(gateway.port, chat(n=2, stream=True)).payloads
+    assert json.loads(first[0])["id"] == "chatcmpl-1"
+
+
+def test_the_best_of_several(engines: EngineMaker, gateways: GatewayMaker) -> None:
+    """The likeliest for each token, best first; all that were made are counted; log-probabilities only if asked for."""
+    for n_max in (1, 3, None):
+        engine = engines()
+        engine.behaviour = Behaviour(own_tokens=True, tokens=2, input_tokens=3, logprobs=(-1.0, -0.25, -3.0, -0.5))
+        worker = {"url": engine.url, "models": ["m"], "slots": 8, **({"n_max": n_max} if n_max else {})}
+        gateway = gateways(engine, workers=[worker])
+        body = {"model": "m", "prompt": ["a", "b"], "n": 2, "best_of": 4, "seed": 4}
+        answer = post(gateway.port, body, path=COMPLETIONS).json
+        texts = [(choice["index"], choice["text"], choice["logprobs"]) for choice in answer["choices"]]
+        likeliest = ["word5.0 word5.1 ", "word7.0 word7.1 "]
+        assert texts == [(index, text, None) for index, text in enumerate(likeliest * 2)]
+        assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (6, 16)
+        assert all("best_of" not in sent for sent in asked(engine))
+        shown = post(gateway.port, {**body, "logprobs": 2}, path=COMPLETIONS).json["choices"][0]["logprobs"]
+        assert shown["token_logprobs"] == [-0.25, -0.25]
+        gateway.wait_at_rest()
+
+
+def test_the_best_are_not_to_be_had_without_log_probabilities(engine: MockEngine, gateways: GatewayMaker) -> None:
+    gateway = gateways(engine)
+    answer = post(gateway.port, {"model": "m", "prompt": "a", "best_of": 3}, path=COMPLETIONS)
+    assert (answer.status, answer.error["param"]) == (400, "best_of")
+    gateway.wait_at_rest()
+
+
+def llama(engine: MockEngine, slots: int = 4) -> dict[str, Any]:
+    """A worker that is found to be llama.cpp by its metrics."""
+    engine.metrics = lambda: b"llamacpp:requests_processing 0\nllamacpp:requests_deferred 0\n"
+    return {"url": engine.url, "models": ["m"], "slots": slots}
+
+
+def known(gateway: GatewayThread) -> GatewayThread:
+    (worker,) = gateway.gateway._registry.workers.values()
+    wait_until(lambda: worker.kind == "llamacpp", 5)
+    return gateway
+
+
+def test_what_llama_cpp_does_otherwise_on_completions_is_healed(engine: MockEngine, gateways: GatewayMaker) -> None:
+    """Report 50, and: no echo, a token when none was asked for, null for `logprobs: 0`."""
+    engine.behaviour = Behaviour(logprobs=(-0.5,), logprobs_of_chat=True, tokens=1)
+    gateway = known(gateways(engine, workers=[llama(engine)]))
+    ask = {"model": "m", "prompt": "Once"}
+    for stream in (False, True):
+        for fields, text, logprobs in (
+            ({"echo": True}, "Onceword0 ", None),
+            ({"max_tokens": 0}, "", None),
+            ({"max_tokens": 0, "echo": True}, "Once", None),
+            ({"logprobs": 0}, "word0 ", {"word0 ": -0.5}),
+            ({"logprobs": 2}, "word0 ", {"word0 ": -0.5}),
+        ):
+            answer = post(gateway.port, {**ask, **fields, "stream": stream}, path=COMPLETIONS)
+            if stream:
+                texts, finishes, events = streamed(answer)
+                assert texts == {0: text}, fields
+                shown = next((c["logprobs"] for e in events for c in e["choices"] if c["logprobs"]), None)
+                finish = finishes[0]
+            else:
+                (choice,) = answer.json["choices"]
+                assert choice["text"] == text, fields
+                shown, finish = choice["logprobs"], [choice["finish_reason"]]
+                assert answer.json["usage"]["completion_tokens"] == (0 if "max_tokens" in fields else 1)
+            assert len(finish) == 1
+            assert finish == ["length"] or "max_tokens" not in fields
+            assert (shown and shown["top_logprobs"][0]) == logprobs, fields
+    for prompt, fields in (([1, 2], {"echo": True}), ("Once", {"echo": True, "logprobs": 1})):
+        answer = post(gateway.port, {**ask, "prompt": prompt, **fields}, path=COMPLETIONS)
+        assert (answer.status, answer.error["param"]) == (400, "echo")
+    gateway.wait_at_rest()
+
+
+def test_an_engine_makes_as_many_choices_as_it_has_slots(engine: MockEngine, gateways: GatewayMaker) -> None:
+    """llama.cpp computes the prompt of such a group once, and takes no more choices than it has slots."""
+    engine.pages["/props"] = json.dumps({"total_slots": 4}).encode()
+    gateway = known(gateways(engine, workers=[llama(engine)]))
+    (worker,) = gateway.gateway._registry.workers.values()
+    wait_until(lambda: worker.n_max == 4, 5)
+    assert len(post(gateway.port, chat(n=10, seed=5)).json["choices"]) == 10
+    assert sorted((body["seed"], body["n"], body["stream"]) for body in asked(engine)) == [
+        (5, 4, True),
+        (9, 4, True),
+        (13, 2, True),
+    ]
+    assert engine.sequences_max <= 4
+    gateway.wait_at_rest()
+
+
+@pytest.mark.parametrize("seed", [2**64 - 1, 2**64 - 2, -(2**63)])
+def test_seeds_stay_within_their_bounds(engine: MockEngine, gateways: GatewayMaker, seed: int) -> None:
+    gateway = gateways(engine, workers=alone(engine))
+    assert post(gateway.port, chat(n=3, seed=seed)).status == 200
+    seeds = {body["seed"] for body in asked(engine)}
+    assert len(seeds) == 3
+    assert all(-(2**63) <= one < 2**64 for one in seeds)
+
+
 FAILURES = {
     "refused": (Behaviour(status=400, body=b'{"error":{"message":"too long","code":"context_length_exceeded"}}'), 400),
     "failed": (Behaviour(status=500, body=b'{"error":{"message":"oh"}}'), 502),

@@ -58,6 +58,14 @@ class Behaviour:
     cached_tokens: int = 0
     # Tool calls streamed instead of text: raw `delta` objects, JSON.
     deltas: tuple[str, ...] | None = None
+    # Leaves `n` unread, without a word, and makes one choice of each prompt.
+    ignores_n: bool = False
+    # Each choice has tokens of its own, by the seed it has: asked for, plus its index.
+    own_tokens: bool = False
+    # Log-probabilities of the tokens of choices by their seeds, for those who ask; in the shape of chat on all routes,
+    # as llama.cpp has them, or in the route's own.
+    logprobs: tuple[float, ...] | None = None
+    logprobs_of_chat: bool = False
     # Whole SSE blocks, bytes as given, instead of generated ones.
     events: tuple[bytes, ...] | None = None
     # Waits: before the head, after the head, between events; until `engine.gate` opens.
@@ -150,6 +158,8 @@ class MockEngine:
         self.healthy = True
         # What /metrics answers; None: there is no such page.
         self.metrics: Callable[[], bytes] | None = None
+        # Other pages, by path.
+        self.pages: dict[str, bytes] = {}
         # Waits before each accept.
         self.accept_delay_s = 0.0
         # Closes a kept connection that was idle for so long; or just as a further request comes in on it.
@@ -445,6 +455,8 @@ class Connection(asyncio.Protocol):
             status = 200 if self.engine.healthy else 503
         elif path == "/metrics" and self.engine.metrics is not None:
             body = self.engine.metrics()
+        elif path in self.engine.pages:
+            body = self.engine.pages[path]
         else:
             status, body = 404, b'{"detail":"Not Found"}'
         self.transport.write(
@@ -610,7 +622,6 @@ def usage_for(b: Behaviour, asked: dict[str, Any]) -> dict[str, Any]:
 
 def whole_body(b: Behaviour, path: str, asked: dict[str, Any], engine: MockEngine) -> bytes:
     model = asked.get("model", engine.models[0])
-    text = " ".join(f"{b.token}{i}" for i in range(token_count(b, asked)))
     usage = usage_for(b, asked)
     if b.status != 200:
         return dump(
@@ -622,7 +633,8 @@ def whole_body(b: Behaviour, path: str, asked: dict[str, Any], engine: MockEngin
                 "code": b.status,
             }
         )
-    choices = range(len(prompts_of(asked)) * int(asked.get("n") or 1))
+    choices = choices_of(b, asked)
+    text = text_of(b, asked, 0)
     if path.startswith("/v1/chat/completions"):
         return dump(
             {
@@ -633,8 +645,8 @@ def whole_body(b: Behaviour, path: str, asked: dict[str, Any], engine: MockEngin
                 "choices": [
                     {
                         "index": i,
-                        "message": {"role": "assistant", "content": text, "tool_calls": []},
-                        "logprobs": None,
+                        "message": {"role": "assistant", "content": text_of(b, asked, i), "tool_calls": []},
+                        "logprobs": logprobs_of(b, path, asked, i, texts_of(b, asked, i)),
                         "finish_reason": "stop",
                         "stop_reason": None,
                     }
@@ -654,8 +666,8 @@ def whole_body(b: Behaviour, path: str, asked: dict[str, Any], engine: MockEngin
                 "choices": [
                     {
                         "index": i,
-                        "text": text,
-                        "logprobs": None,
+                        "text": text_of(b, asked, i),
+                        "logprobs": logprobs_of(b, path, asked, i, texts_of(b, asked, i)),
                         "finish_reason": "length",
                         "stop_reason": None,
                     }
@@ -719,6 +731,39 @@ def whole_body(b: Behaviour, path: str, asked: dict[str, Any], engine: MockEngin
     )
 
 
+def choices_of(b: Behaviour, asked: dict[str, Any]) -> range:
+    return range(len(prompts_of(asked)) * (1 if b.ignores_n else int(asked.get("n") or 1)))
+
+
+def seed_of(asked: dict[str, Any], index: int) -> int:
+    return int(asked.get("seed") or 0) + index
+
+
+def token_of(b: Behaviour, asked: dict[str, Any], index: int, place: int) -> str:
+    return f"{b.token}{seed_of(asked, index)}.{place} " if b.own_tokens else f"{b.token}{place} "
+
+
+def texts_of(b: Behaviour, asked: dict[str, Any], index: int) -> list[str]:
+    """The tokens of a choice."""
+    return [token_of(b, asked, index, place) for place in range(token_count(b, asked))]
+
+
+def text_of(b: Behaviour, asked: dict[str, Any], index: int) -> str:
+    return "".join(texts_of(b, asked, index)).rstrip()
+
+
+def logprobs_of(b: Behaviour, path: str, asked: dict[str, Any], index: int, tokens: list[str]) -> Any:
+    """Log-probabilities of some tokens of a choice, None when nobody asked for them."""
+    if b.logprobs is None or asked.get("logprobs") in (None, False):
+        return None
+    value = b.logprobs[seed_of(asked, index) % len(b.logprobs)]
+    if b.logprobs_of_chat or path.startswith("/v1/chat/"):
+        if asked["logprobs"] == 0:
+            return None
+        return {"content": [{"token": token, "logprob": value, "bytes": [], "top_logprobs": []} for token in tokens]}
+    return {"tokens": tokens, "token_logprobs": [value] * len(tokens), "top_logprobs": None, "text_offset": []}
+
+
 def generated_events(b: Behaviour, path: str, asked: dict[str, Any], engine: MockEngine) -> Iterator[bytes]:
     for payload in generated_payloads(b, path, asked, engine):
         yield b"data: " + payload + b"\n\n"
@@ -728,7 +773,7 @@ def generated_events(b: Behaviour, path: str, asked: dict[str, Any], engine: Moc
 def generated_payloads(b: Behaviour, path: str, asked: dict[str, Any], engine: MockEngine) -> Iterator[bytes]:
     chat = path.startswith("/v1/chat/")
     model = asked.get("model", engine.models[0])
-    choices = range(len(prompts_of(asked)) * int(asked.get("n") or 1))
+    choices = choices_of(b, asked)
     frame = {
         "id": "chatcmpl-1" if chat else "cmpl-1",
         "object": "chat.completion.chunk" if chat else "text_completion",
@@ -737,13 +782,15 @@ def generated_payloads(b: Behaviour, path: str, asked: dict[str, Any], engine: M
     }
 
     def chunk(index: int, delta: Any, finish: str | None = None) -> bytes:
+        pieces = [delta["content"]] if delta.get("content") else []
+        logprobs = logprobs_of(b, path, asked, index, pieces) if pieces else None
         if chat:
-            choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+            choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         else:
             choice = {
                 "index": index,
                 "text": delta.get("content", ""),
-                "logprobs": None,
+                "logprobs": logprobs,
                 "finish_reason": finish,
             }
         return dump({**frame, "choices": [choice]})
@@ -754,7 +801,7 @@ def generated_payloads(b: Behaviour, path: str, asked: dict[str, Any], engine: M
         yield from (chunk(0, json.loads(delta)) for delta in b.deltas)
     else:
         for token in range(token_count(b, asked)):
-            yield from (chunk(index, {"content": f"{b.token}{token} "}) for index in choices)
+            yield from (chunk(index, {"content": token_of(b, asked, index, token)}) for index in choices)
     yield from (chunk(i, {}, "tool_calls" if b.deltas is not None else "stop") for i in choices)
     wants = bool((asked.get("stream_options") or {}).get("include_usage"))
     if b.usage == "no_choices":

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenflow.wire.faults import WorkerError
-from evenflow.wire.merge import DONE, Group, Identity, StreamMerge, WholeMerge, finish_reason, total_usage
+from evenflow.wire.faults import CallerError, WorkerError
+from evenflow.wire.heal import Shape, finish_reason
+from evenflow.wire.merge import DONE, Group, Identity, StreamMerge, WholeMerge, total_usage
 from evenflow.wire.openai import Usage
 
 
@@ -32,17 +33,17 @@ def data_of(event: bytes) -> dict[str, Any]:
 
 
 def whole(*events: bytes, legacy: bool = False) -> dict[str, Any]:
-    merge, part = WholeMerge(Identity("id", "shown"), legacy=legacy), Group(0, 1)
+    merge, part = WholeMerge(Identity("id", "shown"), Shape(legacy=legacy)), Group(0, 1)
     for event in events:
         merge.take(part, event)
-    answer: dict[str, Any] = json.loads(merge.end(part.parts, total_usage([[part]])))
+    answer: dict[str, Any] = json.loads(merge.end([part.parts], total_usage([[part]])))
     return answer
 
 
 def test_an_event_gets_its_index_and_the_answers_identity() -> None:
-    merge = StreamMerge(Identity("chatcmpl-1", "alias"), legacy=False, with_usage=False)
+    merge = StreamMerge(Identity("chatcmpl-1", "alias"), Shape(legacy=False), with_usage=False)
     event = data_of(merge.take(Group(3, 1), chunk({"delta": {"content": "hi"}}, system_fingerprint="fp")))
-    assert event["choices"] == [{"index": 3, "delta": {"content": "hi"}}]
+    assert event["choices"] == [{"index": 3, "delta": {"role": "assistant", "content": "hi"}}]
     assert (event["id"], event["model"], event["created"]) == ("chatcmpl-1", "alias", 5)
     assert event["system_fingerprint"] == "fp"
     # Another part's stream was made at another time by another process: the answer stays one.
@@ -53,16 +54,118 @@ def test_an_event_gets_its_index_and_the_answers_identity() -> None:
 @given(st.text(), st.integers(0, 127))
 def test_a_text_keeps_its_bytes(text: str, index: int) -> None:
     raw = json.dumps(text).encode()
-    merge = StreamMerge(Identity("x", "m"), legacy=False, with_usage=False)
+    merge = StreamMerge(Identity("x", "m"), Shape(legacy=False), with_usage=False)
     event = b'{"choices":[{"index": 0 ,"delta":{"content": %b }}],"id":"\\"index\\":0"}' % raw
-    out = merge.take(Group(index, 1), event)
-    assert b'{"content": %b }' % raw in out
-    assert data_of(out)["choices"][0]["index"] == index
+    group = Group(index, 1)
+    for _ in range(2):  # the first begins the choice, the second may take the short way
+        shown = data_of(out := merge.take(group, event))
+        assert raw in out
+        assert shown["choices"][0]["index"] == index
+        assert shown["choices"][0]["delta"]["content"] == text
+
+
+COMMON = {"id": "x", "object": "o", "created": 1, "model": "m"}
+PIECES = st.fixed_dictionaries(
+    {"index": st.integers(0, 2), "delta": st.fixed_dictionaries({"content": st.text()})},
+    optional={
+        "finish_reason": st.sampled_from([None, "stop", "eos"]),
+        "logprobs": st.sampled_from([None, {"content": []}]),
+    },
+)
+
+
+@given(st.lists(PIECES, max_size=12), st.booleans(), st.booleans(), st.booleans())
+def test_the_short_way_shows_what_the_long_way_does(
+    pieces: list[dict[str, Any]], tight: bool, choices_first: bool, legacy: bool
+) -> None:
+    """An event is either read and written anew, or has its index replaced: no reader can tell which."""
+    shown = []
+    for short in (True, False):
+        merge, group = StreamMerge(Identity("a", "m"), Shape(legacy=legacy), with_usage=False), Group(5, 3)
+        out = []
+        for piece in pieces:
+            choice = dict(piece)
+            if legacy:
+                choice["text"] = choice.pop("delta")["content"]
+            event = {"choices": [choice], **COMMON} if choices_first else {**COMMON, "choices": [choice]}
+            separators = (",", ":") if tight else None
+            if not short:
+                group.before = b""
+            out.append(merge.take(group, json.dumps(event, separators=separators).encode()))
+        out.append(merge.end_of(group))
+        shown.append([json.loads(event[6:]) for event in b"".join(out).split(b"\n\n") if event])
+        assert [part.finish_reason is not None for part in group.parts] == [True] * 3
+    assert shown[0] == shown[1]
+
+
+def test_a_common_event_takes_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is what makes an emulated choice cheap."""
+    merge, group = StreamMerge(Identity("a", "m"), Shape(legacy=False), with_usage=False), Group(0, 1)
+    merge.take(group, chunk({"delta": {"content": "a"}, "finish_reason": None}))
+    monkeypatch.setattr("evenflow.wire.merge._read", None)
+    event = data_of(merge.take(group, chunk({"delta": {"content": "b"}, "finish_reason": None})))
+    assert event["choices"] == [{"index": 0, "delta": {"content": "b"}, "finish_reason": None}]
+
+
+def test_each_choice_has_one_role_and_one_finish() -> None:
+    """S39: engines send the role never, once, or with each piece; and some say twice how a choice ended."""
+    for roles in ((), (0,), (0, 1, 2)):
+        merge, group = StreamMerge(Identity("a", "m"), Shape(legacy=False), with_usage=False), Group(0, 1)
+        events = []
+        for place in range(3):
+            role = {"role": "assistant"} if place in roles else {}
+            finish = "stop" if place else None
+            events.append(merge.take(group, chunk({"delta": {**role, "content": "a"}, "finish_reason": finish})))
+        choices = [data_of(event)["choices"][0] for event in events if event]
+        assert [choice["delta"].get("role") for choice in choices] == ["assistant", None]
+        assert [choice["finish_reason"] for choice in choices] == [None, "stop"]
+
+
+def test_an_echo_comes_first_and_once() -> None:
+    """Of engines that leave it out; the prompt keeps its bytes."""
+    shape = Shape(legacy=True, echoes=[b'"p \\u00e9"'])
+    merge, group = StreamMerge(Identity("a", "m"), shape, with_usage=False), Group(0, 1)
+    events = [merge.take(group, chunk({"text": text})) for text in ("x", "y")]
+    assert [data_of(event)["choices"][0]["text"] for event in events] == ["p éx", "y"]
+    merge_whole, group = WholeMerge(Identity("a", "m"), shape), Group(0, 1)
+    merge_whole.take(group, chunk({"text": "x"}))
+    assert json.loads(merge_whole.end([group.parts], Usage()))["choices"][0]["text"] == "p éx"
+
+
+def test_no_token_that_nobody_asked_for_is_shown() -> None:
+    """`max_tokens: 0` at an engine that makes one all the same."""
+    shape = Shape(legacy=True, echoes=[b'"p"'], silent=True)
+    merge, group = StreamMerge(Identity("a", "m"), shape, with_usage=True), Group(0, 1)
+    assert merge.take(group, chunk({"text": "x", "finish_reason": "length"})) == b""
+    assert data_of(merge.end_of(group))["choices"] == [
+        {"index": 0, "finish_reason": "length", "logprobs": None, "text": "p"}
+    ]
+    merge_whole, group = WholeMerge(Identity("a", "m"), Shape(legacy=False, silent=True)), Group(0, 1)
+    merge_whole.take(group, chunk({"delta": {"content": "x"}, "finish_reason": "stop"}))
+    choice = json.loads(merge_whole.end([group.parts], total_usage([[group]], silent=True)))["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("", "length")
+
+
+def test_the_best_are_the_likeliest_for_each_token() -> None:
+    merge = WholeMerge(Identity("a", "m"), Shape(legacy=True))
+    groups = [Group(first, 3, prompt) for prompt, first in enumerate((0, 3))]
+    for group, columns in zip(groups, (([-1.0], [-0.1, -0.3], [-0.5]), ([-2.0], [None, -3.0], [-1.0])), strict=True):
+        for index, column in enumerate(columns):
+            logprobs = {"tokens": ["t"] * len(column), "token_logprobs": column}
+            merge.take(group, chunk({"index": index, "text": f"{group.prompt}{index}", "logprobs": logprobs}))
+    answer = json.loads(merge.end([group.parts for group in groups], Usage(), 2, with_logprobs=False))
+    shown = [(choice["index"], choice["text"], choice["logprobs"]) for choice in answer["choices"]]
+    assert shown == [(0, "01", None), (1, "02", None), (2, "12", None), (3, "10", None)]
+    merge = WholeMerge(Identity("a", "m"), Shape(legacy=True))
+    merge.take(group := Group(0, 2), chunk({"text": "a"}))
+    with pytest.raises(CallerError) as refused:
+        merge.end([group.parts], Usage(), 1)
+    assert refused.value.param == "best_of"
 
 
 def test_usage_is_told_once_and_only_to_who_asked() -> None:
     for with_usage in (False, True):
-        merge, part = StreamMerge(Identity("x", "m"), legacy=False, with_usage=with_usage), Group(0, 1)
+        merge, part = StreamMerge(Identity("x", "m"), Shape(legacy=False), with_usage=with_usage), Group(0, 1)
         usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
         event = merge.take(part, chunk({"delta": {"content": "a"}}, usage=usage))
         assert b"usage" not in event
@@ -94,7 +197,7 @@ def test_usage_of_several_choices_is_told_in_several_ways() -> None:
         told(each, 10, 0, 5)
     told(together, 10, 0, 15)
     told(first, 10, 0, 5)
-    merge = WholeMerge(Identity("x", "m"), legacy=False)
+    merge = WholeMerge(Identity("x", "m"), Shape(legacy=False))
     for index in (0, 1, 2) * 7:
         merge.take(first, chunk({"index": index, "delta": {"content": "a"}}))
     assert (each.usage(), together.usage(), first.usage()) == (Usage(10, 0, 15),) * 3
@@ -107,19 +210,19 @@ def test_finish_reasons_are_openais_words(word: str, shown: str) -> None:
     """S38."""
     assert finish_reason(word) == shown
     part = Group(0, 1)
-    merge = StreamMerge(Identity("x", "m"), legacy=False, with_usage=False)
+    merge = StreamMerge(Identity("x", "m"), Shape(legacy=False), with_usage=False)
     event = data_of(merge.take(part, chunk({"delta": {}, "finish_reason": word})))
     assert event["choices"][0]["finish_reason"] == shown
-    assert merge.end_of(part.parts[0]) == b""
+    assert merge.end_of(part) == b""
 
 
 def test_a_finish_that_is_missing_is_added() -> None:
-    part, merge = Group(2, 1), StreamMerge(Identity("x", "m"), legacy=False, with_usage=False)
+    part, merge = Group(2, 1), StreamMerge(Identity("x", "m"), Shape(legacy=False), with_usage=False)
     merge.take(part, chunk({"delta": {"content": "a"}, "finish_reason": None}))
-    assert data_of(merge.end_of(part.parts[0]))["choices"] == [
+    assert data_of(merge.end_of(part))["choices"] == [
         {"index": 2, "finish_reason": "stop", "logprobs": None, "delta": {}}
     ]
-    assert merge.end_of(part.parts[0]) == b""
+    assert merge.end_of(part) == b""
     assert whole(chunk({"delta": {"content": "a"}}))["choices"][0]["finish_reason"] == "stop"
 
 
@@ -172,7 +275,7 @@ def test_log_probabilities_of_completions_get_their_own_shape() -> None:
         "text_offset": [0, 2],
     }
     assert whole(*events, legacy=True)["choices"][0]["logprobs"] == shape
-    merge, part = StreamMerge(Identity("x", "m"), legacy=True, with_usage=False), Group(0, 1)
+    merge, part = StreamMerge(Identity("x", "m"), Shape(legacy=True), with_usage=False), Group(0, 1)
     shown = [data_of(merge.take(part, event))["choices"][0]["logprobs"]["text_offset"] for event in events]
     assert shown == [[0], [2]]
     # And those that have it already keep it.
@@ -184,6 +287,6 @@ def test_log_probabilities_of_completions_get_their_own_shape() -> None:
 @pytest.mark.parametrize("data", [b"what", b"[]", b"5", b'{"choices":5}', b'{"choices":[5]}'])
 def test_what_is_no_event_is_the_workers_fault(data: bytes) -> None:
     with pytest.raises(WorkerError):
-        StreamMerge(Identity("x", "m"), legacy=False, with_usage=False).take(Group(0, 1), data)
+        StreamMerge(Identity("x", "m"), Shape(legacy=False), with_usage=False).take(Group(0, 1), data)
     with pytest.raises(WorkerError):
-        WholeMerge(Identity("x", "m"), legacy=False).take(Group(0, 1), data)
+        WholeMerge(Identity("x", "m"), Shape(legacy=False)).take(Group(0, 1), data)

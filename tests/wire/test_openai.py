@@ -61,13 +61,13 @@ def refusal(body: bytes, route: openai.Route = CHAT, n_max: int = N_MAX) -> Call
 
 def test_a_chat_of_which_every_field_is_read() -> None:
     body = chat(
-        b'"stream":true,"n":2,"best_of":3,"max_tokens":9,"max_completion_tokens":7,"user":"u","api_key":"k",'
+        b'"stream":true,"n":2,"best_of":null,"max_tokens":9,"max_completion_tokens":7,"user":"u","api_key":"k",'
         b'"stream_options":{"include_usage":true,"x":1},"unknown":{"n":5}'
     )
     assert parse_request(CHAT, body, N_MAX) == Request(
         model="m",
         stream=True,
-        sequences=3,
+        sequences=2,
         n=2,
         prompts=1,
         prompt_bytes=len(body),
