@@ -200,6 +200,7 @@ def generate_load(
     ramp: float = 0.0,
     rate: float | None = None,
     chunks: int | None = None,
+    choices: int = 1,
     gateway_process: int | None = None,
 ) -> dict[str, Any]:
     """One run of the load generator: its JSON report. The head of loadgen.c explains options and figures."""
@@ -222,6 +223,8 @@ def generate_load(
         command += ["--rate", str(rate)]
     if chunks is not None:
         command += ["--chunks", str(chunks)]
+    if choices > 1:
+        command += ["--choices", str(choices)]
     if gateway_process is not None:
         command += ["--cpu-of", ",".join(map(str, process_tree(gateway_process)))]
     report: dict[str, Any] = json.loads(

@@ -12,6 +12,7 @@
  *     --connections N   per target (64)          --rate R        requests per second and target, open loop
  *     --seconds S       measured (4)             --warmup S      before that, not measured (1)
  *     --ramp S          time to open the connections (0)         --chunks N      ask for streams of N chunks
+ *     --choices N       of each answer; a stream has so many times more chunks (1)
  *     --path P          (/v1/chat/completions)   --prompt-bytes N (800)
  *     --key K           bearer key (sk-bench)    --cpu-of PID,PID,...
  */
@@ -171,6 +172,7 @@ static int epoll_fd;
 static bool measuring;
 static bool is_open_loop;
 static long chunks_wanted; /* 0: plain answers */
+static long choices = 1;
 
 static void send_request(struct connection *connection)
 {
@@ -239,7 +241,7 @@ static void count_answer(struct connection *connection, uint64_t now)
     }
     target->answers++;
     add_sample(&target->latency, now - connection->asked_ns);
-    if (chunks_wanted && connection->chunks_seen != chunks_wanted)
+    if (chunks_wanted && connection->chunks_seen != chunks_wanted * choices)
         target->short_streams++;
 }
 
@@ -551,7 +553,8 @@ static struct options read_options(int count, char **arguments)
         {"target", required_argument, 0, 't'},  {"connections", required_argument, 0, 'c'}, {"seconds", required_argument, 0, 's'},
         {"warmup", required_argument, 0, 'w'},  {"ramp", required_argument, 0, 'm'},        {"rate", required_argument, 0, 'r'},
         {"chunks", required_argument, 0, 'n'},  {"path", required_argument, 0, 'p'},        {"prompt-bytes", required_argument, 0, 'b'},
-        {"key", required_argument, 0, 'k'},     {"cpu-of", required_argument, 0, 'u'},      {0, 0, 0, 0}};
+        {"key", required_argument, 0, 'k'},     {"cpu-of", required_argument, 0, 'u'},
+        {"choices", required_argument, 0, 'o'}, {0, 0, 0, 0}};
     struct options options = {.connections = 64, .seconds = 4, .warmup = 1, .path = "/v1/chat/completions", .key = "sk-bench",
                               .prompt_bytes = 800};
     for (int option; (option = getopt_long(count, arguments, "", names, NULL)) != -1;) {
@@ -567,6 +570,7 @@ static struct options read_options(int count, char **arguments)
         case 'b': options.prompt_bytes = atoi(optarg); break;
         case 'k': options.key = optarg; break;
         case 'u': add_processes(optarg); break;
+        case 'o': choices = atol(optarg); break;
         default: exit(2);
         }
     }
@@ -596,9 +600,12 @@ static void make_request(struct target *target, const struct options *options)
     const char *stream = chunks_wanted ? "true" : "false";
     const char *format = is_chat
         ? "{\"model\":\"mock\",\"messages\":[{\"role\":\"system\",\"content\":\"You are a helpful assistant.\"},"
-          "{\"role\":\"user\",\"content\":\"%s\"}],\"temperature\":0.7,\"max_tokens\":%ld,\"stream\":%s}"
-        : "{\"model\":\"mock\",\"prompt\":\"%s\",\"temperature\":0.7,\"max_tokens\":%ld,\"stream\":%s}";
-    if (asprintf(&body, format, prompt, max_tokens, stream) < 0)
+          "{\"role\":\"user\",\"content\":\"%s\"}],\"temperature\":0.7,\"max_tokens\":%ld,\"stream\":%s%s}"
+        : "{\"model\":\"mock\",\"prompt\":\"%s\",\"temperature\":0.7,\"max_tokens\":%ld,\"stream\":%s%s}";
+    char several[32] = "";
+    if (choices > 1)
+        snprintf(several, sizeof several, ",\"n\":%ld", choices);
+    if (asprintf(&body, format, prompt, max_tokens, stream, several) < 0)
         die("out of memory");
     int length = asprintf(&target->request,
                           "POST %s HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nUser-Agent: loadgen\r\nAccept: */*\r\n"

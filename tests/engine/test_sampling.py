@@ -79,18 +79,26 @@ def test_completions(client: openai.OpenAI, prompts: int, n: int) -> None:
         assert [choice.text for choice in again.choices] == [choice.text for choice in answer.choices]
 
 
-def test_chat_with_logprobs(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(
-        model=ALIAS_DEFAULT,
-        messages=[{"role": "user", "content": "Say something."}],
-        n=4,
-        max_tokens=6,
-        logprobs=True,
-        top_logprobs=2,
-        temperature=1.0,
-        seed=1,
+@pytest.mark.parametrize("n", [4, 16])
+def test_chat_with_logprobs(client: openai.OpenAI, n: int) -> None:
+    answer, again = (
+        client.chat.completions.create(
+            model=ALIAS_DEFAULT,
+            messages=[{"role": "user", "content": "Say something."}],
+            n=n,
+            max_tokens=6,
+            logprobs=True,
+            top_logprobs=2,
+            temperature=1.0,
+            seed=1,
+        )
+        for _ in range(2)
     )
-    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    texts = [choice.message.content for choice in answer.choices]
+    assert texts == [choice.message.content for choice in again.choices]
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens < 60
+    assert [choice.index for choice in answer.choices] == list(range(n))
     assert len({choice.message.content for choice in answer.choices}) > 1
     for choice in answer.choices:
         assert choice.logprobs is not None
@@ -106,6 +114,23 @@ def test_completions_have_log_probabilities_in_their_own_shape(client: openai.Op
         assert choice.logprobs.token_logprobs is not None
         assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs) > 0
         assert "".join(choice.logprobs.tokens) == choice.text
+
+
+def test_the_best_are_the_likeliest(client: openai.OpenAI) -> None:
+    request = {"model": ALIAS_DEFAULT, "prompt": "Tell me", "max_tokens": 4, "seed": 3, "temperature": 1.0}
+    made = client.completions.create(**request, n=5, logprobs=1)  # type: ignore[call-overload]
+    by_score = sorted(made.choices, key=lambda choice: -sum(choice.logprobs.token_logprobs))
+    best = client.completions.create(**request, n=2, best_of=5)  # type: ignore[call-overload]
+    assert [choice.text for choice in best.choices] == [choice.text for choice in by_score[:2]]
+    assert best.usage.completion_tokens == made.usage.completion_tokens
+    assert best.choices[0].logprobs is None
+
+
+def test_echo_and_no_tokens(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model=ALIAS_DEFAULT, prompt=["One", "Two"], echo=True, max_tokens=0)
+    assert [choice.text for choice in answer.choices] == ["One", "Two"]
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 0
 
 
 def test_a_stream_of_three(client: openai.OpenAI) -> None:
