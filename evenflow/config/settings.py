@@ -252,7 +252,7 @@ class WorkerSettings(_Group):
         default=None,
         description="Most choices that it makes of one request; calls for more are split into several "
         "requests. 1 for an engine that ignores `n`.",
-        json_schema_extra={"default_text": "1 for llama.cpp, which is known by its metrics; all for others"},
+        json_schema_extra={"default_text": "known by the kind of engine, or seen at its first answer"},
     )
     speed: Weight = Field(
         default=1.0, description="Speed relative to the other workers; 2 is twice as fast as 1."
