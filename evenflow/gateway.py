@@ -18,8 +18,10 @@ from time import monotonic
 from prometheus_client.core import Metric
 
 from evenflow.api.admin import AdminRoutes
+from evenflow.api.fleet import FleetRoutes
 from evenflow.api.local import LocalRoutes
 from evenflow.config import ConfigErrors, Settings, TierSettings
+from evenflow.fleet.joining import Joining
 from evenflow.fleet.load import LoadReader
 from evenflow.fleet.probe import Prober
 from evenflow.fleet.registry import Registry, Worker
@@ -103,10 +105,14 @@ class Gateway:
         local = LocalRoutes(front, registry, authenticator, metrics)
         local.mount()
         AdminRoutes(front, local, scheduler, settler, authenticator).mount()
+        self._joining = joining = Joining(registry, settings.fleet)
+        FleetRoutes(front, local, registry, joining, authenticator).mount()
         for worker in settings.workers:
             registry.add(Worker(worker))
+        joining.restore()
         self._prober = Prober(registry, settings.fleet.probe_interval_s)
         self._load_reader = LoadReader(registry, registry.load_reported)
+        registry.on_gone = relay.forget
 
     async def start(self) -> None:
         """Listens, with every worker asked once before. Raises OSError when the address cannot be had."""
@@ -162,6 +168,8 @@ class Gateway:
 
     def _each_second(self) -> None:
         self._second = asyncio.get_running_loop().call_later(1.0, self._each_second)
+        self._registry.each_second(monotonic())
+        self._joining.each_second()
         self._scheduler.each_second()
         self._settler.each_second()
 

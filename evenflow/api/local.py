@@ -125,6 +125,12 @@ class LocalRoutes:
             return False
         return True
 
+    def change_by_operator(self, call: Call) -> None:
+        """As `operators_only`, for what changes something: no web page may, not even on an operator's machine."""
+        self.operators_only(call)
+        if call.head.origin is not None:
+            raise CallerError("A web page of another site may not do this.", code="forbidden", status=403)
+
     def operators_only(self, call: Call) -> None:
         """Raises CallerError for everybody else."""
         directory = self._authenticator.directory

@@ -456,6 +456,12 @@ class FleetSettings(_Group):
     probe_interval_s: Seconds = Field(
         default=2.0, description="Seconds between two health checks of a worker."
     )
+    state: Text | None = Field(
+        default=None,
+        description="File in which the wanted fleet is kept over a restart: workers that joined or were added, and "
+        "what was asked of groups; never what runs.",
+        json_schema_extra={"default_text": "none; self-registered workers come back by their next heartbeat"},
+    )
 
 
 class LogSettings(_Group):

@@ -75,6 +75,7 @@ class LoadReader:
         # Compressing a page costs an engine more than sending it.
         self._client.headers["accept-encoding"] = "identity"
         self.follow()
+        self._registry.on_workers_changed.append(self.follow)
 
     def follow(self) -> None:
         """Takes up workers that have come, and leaves those that have gone. Does nothing unless it runs."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from enum import StrEnum
 from math import inf
+from time import monotonic
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -29,6 +30,10 @@ log = logging.getLogger("evenflow.fleet")
 FAILURES_MAX = 3
 # What a worker makes of one request that has no other cap.
 CHOICES_MAX = 2**31
+# A worker that registered itself and was silent for so long beyond its time is forgotten.
+FORGOTTEN_S = 3600.0
+# Names that a message shows.
+WORDS_MAX = 5
 # Probes that must fail in a row before a worker that answers requests is called suspect.
 PROBE_FAILURES_MAX = 2
 
@@ -38,6 +43,16 @@ class State(StrEnum):
     READY = "ready"
     SUSPECT = "suspect"  # failed; not chosen until a probe succeeds
     DRAINING = "draining"  # finishes what it runs, takes nothing new
+    GONE = "gone"  # no more in the fleet; what it runs may end
+
+
+class Source(StrEnum):
+    """Who brought a worker into the fleet, and so who takes it out."""
+
+    CONFIGURED = "configured"  # the configuration
+    ADDED = "added"  # an operator
+    JOINED = "joined"  # itself
+    LAUNCHED = "launched"  # the gateway, for a group of the configuration
 
 
 class Worker:
@@ -51,12 +66,15 @@ class Worker:
         "base",
         "busy",
         "errors",
+        "expires_s",
         "failures",
+        "group",
         "head",
         "host",
         "idle",
         "in_flight",
         "kind",
+        "kv_use",
         "last_seen_s",
         "learned",
         "learns_by_first_token",
@@ -65,6 +83,7 @@ class Worker:
         "makes_n",
         "models",
         "models_given",
+        "models_told",
         "n_max",
         "n_max_given",
         "name",
@@ -72,18 +91,35 @@ class Worker:
         "port",
         "probe_failures",
         "reason",
+        "removes_when_idle",
+        "settings",
         "slots",
+        "source",
         "speed",
         "state",
         "tls",
         "tokens",
         "tokens_max",
         "url",
+        "version",
         "wake_probe",
         "work",
     )
 
-    def __init__(self, settings: WorkerSettings) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        source: Source = Source.CONFIGURED,
+        *,
+        models_told: Iterable[str] = (),
+        group: str = "",
+        version: str = "",
+    ) -> None:
+        self.settings = settings
+        self.source = source
+        # The group of the configuration that it was launched for, and which version of the group's template it runs.
+        self.group = group
+        self.version = version
         self.name = settings.name
         self.url = settings.url
         split = urlsplit(settings.url)
@@ -108,7 +144,9 @@ class Worker:
         self.n_max: int = settings.n_max or CHOICES_MAX
         self.makes_n = settings.n_max is not None
         self.models_given = settings.models is not None
-        self.models: frozenset[str] = frozenset(settings.models or ())
+        # What it registered itself with; what its model list says goes above that.
+        self.models_told = frozenset(models_told)
+        self.models: frozenset[str] = frozenset(settings.models or models_told)
         # Name that callers use → name that the worker knows.
         self.aliases: dict[str, str] = dict(settings.aliases)
         # Sequences it runs at most. Learned unless it was given: from its reports, and if that was asked for, from its
@@ -133,7 +171,14 @@ class Worker:
         self.tokens = 0.0
         # Tokens that its memory holds; infinite until it has told.
         self.tokens_max = inf
+        # Of its KV cache, 0 to 1; None until it has told.
+        self.kv_use: float | None = None
+        # Wall clock; 0 until it was heard of.
         self.last_seen_s = 0.0
+        # Monotonic time after which it is not chosen unless it beats before; infinite for one that need not.
+        self.expires_s = inf
+        # It drains to leave the fleet, and not to come back.
+        self.removes_when_idle = False
         self.failures = 0
         self.probe_failures = 0
         # Connections, the newest last; written by the relay.
@@ -212,16 +257,59 @@ class Registry:
         self.on_lanes_changed: Callable[[], None] = _nothing
         self.on_room: Callable[[Worker], None] = _nothing_of
         self.on_lost: Callable[[Worker], None] = _nothing_of
+        # Called after a worker has come or gone.
+        self.on_workers_changed: list[Callable[[], object]] = []
+        # What a worker that is gone still held is dropped.
+        self.on_gone: Callable[[Worker], None] = _nothing_of
 
     def add(self, worker: Worker) -> None:
+        """Takes a worker in; one that had its name is gone at once, and nothing of it is left in any lane."""
+        old = self.workers.get(worker.name)
         self.workers[worker.name] = worker
+        log.info("worker %s: %s at %s", worker.name, worker.source, worker.url)
+        if old is not None:
+            self._retire(old, "another of its name took its place")
         self._rebuild()
+        self._workers_changed()
 
-    def set_models(self, worker: Worker, models: frozenset[str]) -> None:
-        """Takes what the worker says it has."""
+    def remove(self, worker: Worker, reason: str) -> None:
+        """The worker is gone at once. Calls that it runs go on until they end or fail."""
+        if self.workers.get(worker.name) is worker:
+            del self.workers[worker.name]
+            self._retire(worker, reason)
+            self._rebuild()
+            self._workers_changed()
+
+    def _retire(self, worker: Worker, reason: str) -> None:
+        self._move(worker, State.GONE, reason)
+        self.on_gone(worker)
+
+    def _workers_changed(self) -> None:
+        for tell in self.on_workers_changed:
+            tell()
+
+    def set_models(self, worker: Worker, listed: frozenset[str]) -> None:
+        """Takes what the worker's model list says. Of what it registered itself with only that counts which it lists.
+
+        Raises ValueError when it has nothing of that.
+        """
+        told = worker.models_told
+        models = listed & told if told else listed
+        if told and not models:
+            raise ValueError(f"registered with {words(told)}, but its /v1/models lists {words(listed)}")
         if models != worker.models:
             worker.models = models
             self._rebuild()
+
+    def told_models(self, worker: Worker, told: frozenset[str]) -> None:
+        """It registered itself again, maybe with other models; its list is read soon."""
+        if told != worker.models_told:
+            worker.models_told = told
+            if told:
+                worker.models = told
+                self._rebuild()
+            if worker.wake_probe is not None:
+                worker.wake_probe()
 
     def knows_all(self) -> bool:
         """False while a worker has not yet told its models, so that a model nobody lists may still turn up."""
@@ -239,14 +327,14 @@ class Registry:
     def probe_succeeded(self, worker: Worker) -> None:
         worker.last_seen_s = time.time()
         worker.probe_failures = 0
-        if worker.state in (State.STARTING, State.SUSPECT):
+        if worker.state in (State.STARTING, State.SUSPECT) and worker.expires_s > monotonic():
             worker.failures = 0
             self._move(worker, State.READY, "")
 
     def probe_failed(self, worker: Worker, reason: str) -> None:
         worker.probe_failures += 1
         if worker.state is State.STARTING or worker.probe_failures >= PROBE_FAILURES_MAX:
-            self._suspect(worker, reason)
+            self._suspect(worker, reason, probe=False)
 
     def answered(self, worker: Worker) -> None:
         """A request was answered, be it with a 4xx: the caller's mistakes say nothing of a worker."""
@@ -278,6 +366,7 @@ class Registry:
             self.set_kind(worker, load.kind)
         if load.sequences_max is not None and worker.abilities.n_within_slots:
             self._set_choices(worker, worker.n_max_given or load.sequences_max, makes_n=True)
+        worker.kv_use = load.kv_use
         if load.kv_tokens is not None:
             worker.tokens_max = load.kv_tokens * KV_SHARE
             for lane in self._lanes_of(worker):
@@ -323,14 +412,53 @@ class Registry:
             worker.n_max, worker.makes_n = n_max, makes_n
             self._rebuild(changed=worker)
 
-    def drain(self, worker: Worker) -> None:
-        self._move(worker, State.DRAINING, "drained by its operator")
+    # -- what is asked of a worker ------------------------------------------------------------------------------
 
-    def _suspect(self, worker: Worker, reason: str) -> None:
-        worker.reason = reason
+    def drain(self, worker: Worker, reason: str, *, then_remove: bool = False) -> None:
+        """It gets nothing new and finishes what it runs; then it leaves the fleet, if that is asked."""
+        worker.removes_when_idle |= then_remove
+        if worker.state is not State.DRAINING:
+            self._move(worker, State.DRAINING, reason)
+        if worker.removes_when_idle and not worker.in_flight:
+            self.remove(worker, reason)
+
+    def resume(self, worker: Worker) -> None:
+        """A drained one comes back, as soon as a probe has found it well."""
+        if worker.state is State.DRAINING:
+            worker.removes_when_idle = False
+            self._move(worker, State.STARTING, "waiting for a probe")
+            if worker.wake_probe is not None:
+                worker.wake_probe()
+
+    def beat(self, worker: Worker, expires_s: float) -> None:
+        """It sent a heartbeat, or registered, and is due again at that monotonic time."""
+        worker.last_seen_s = time.time()
+        silent = worker.expires_s <= monotonic()
+        worker.expires_s = expires_s
+        if silent and worker.wake_probe is not None:
+            worker.wake_probe()
+
+    def expired(self, worker: Worker) -> None:
+        """It was silent for too long; checked when it would be chosen, and once a second."""
+        if worker.live:
+            self._move(worker, State.SUSPECT, "sends no heartbeats any more")
+
+    def each_second(self, now: float) -> None:
+        """Leaves the silent alone, and lets those go that have drained."""
+        for worker in list(self.workers.values()):
+            if worker.expires_s <= now:
+                self.expired(worker)
+                if worker.expires_s + FORGOTTEN_S <= now:
+                    self.remove(worker, "sent no heartbeats for too long")
+            elif worker.removes_when_idle and not worker.in_flight:
+                self.remove(worker, "drained")
+
+    def _suspect(self, worker: Worker, reason: str, *, probe: bool = True) -> None:
         if worker.state in (State.STARTING, State.READY):
             self._move(worker, State.SUSPECT, reason)
-        if worker.wake_probe is not None:
+        elif worker.state is State.SUSPECT:
+            worker.reason = reason
+        if probe and worker.wake_probe is not None:
             worker.wake_probe()
 
     def _move(self, worker: Worker, state: State, reason: str) -> None:
@@ -372,6 +500,13 @@ class Registry:
             for worker in dict.fromkeys(worker for lane in lanes.values() for worker in lane.workers):
                 self.pinned[worker] = kept.get((worker,)) or Lane((worker,))
         self.on_lanes_changed()
+
+
+def words(names: Iterable[str]) -> str:
+    """Names in a message: sorted, and no more than fit in a line."""
+    shown = sorted(names)
+    more = f" and {len(shown) - WORDS_MAX} more" if len(shown) > WORDS_MAX else ""
+    return (", ".join(name[:100] for name in shown[:WORDS_MAX]) or "nothing") + more
 
 
 def _nothing() -> None:

@@ -268,6 +268,13 @@ class Relay:
             cost = self._cost.actual(input_tokens, 0, call.output_tokens, request.sequences)
             self._scheduler.progress(ticket, cost)
 
+    @staticmethod
+    def forget(worker: Worker) -> None:
+        """The worker is gone: no kept connection is left. One that is busy closes by itself when it has rested."""
+        idle, worker.idle = worker.idle, []
+        for connection in idle:
+            connection.drop()
+
     async def close(self) -> None:
         self.draining = True
         for task in list(self._opening):

@@ -114,6 +114,15 @@ class Directory:
         return [*self.members, *self.departed]
 
     @property
+    def asks_workers(self) -> bool:
+        """Whether a worker must show a token to join: as soon as there is a key of any kind."""
+        return bool(self._worker_token or self._admin or self._by_digest) or self.anonymous is None
+
+    @property
+    def has_worker_token(self) -> bool:
+        return self._worker_token is not None
+
+    @property
     def has_admin(self) -> bool:
         return bool(self._admin)
 

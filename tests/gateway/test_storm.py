@@ -176,8 +176,10 @@ def test_ten_thousand_requests_ended_in_every_way(engines: EngineMaker, gateways
     print(seen)
     assert seen["left"] > 500, seen
     assert seen["200"] > 500, seen
-    for status in ("400", "401", "404", "413", "429", "500", "502", "503", "504"):
+    for status in ("400", "401", "404", "413", "500", "502", "504"):
         assert seen[status], (status, seen)
+    # Which of the two depends on how fast this machine makes the queue drain.
+    assert seen["429"] + seen["503"], seen
 
 
 @pytest.mark.timeout(60)

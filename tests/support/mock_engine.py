@@ -160,6 +160,8 @@ class MockEngine:
         self.metrics: Callable[[], bytes] | None = None
         # Other pages, by path.
         self.pages: dict[str, bytes] = {}
+        # What every probe and page gets instead.
+        self.probed_as: Behaviour | None = None
         # Waits before each accept.
         self.accept_delay_s = 0.0
         # Closes a kept connection that was idle for so long; or just as a further request comes in on it.
@@ -376,7 +378,12 @@ class Connection(asyncio.Protocol):
                 break
             (self.engine.probes if probe else self.engine.received).append(received)
             self.current = received
-            keep = self.answer_probe(received) if probe else await self.answer(received)
+            if not probe:
+                keep = await self.answer(received)
+            elif self.engine.probed_as is not None:
+                keep = await self.play(self.engine.probed_as, received, {})
+            else:
+                keep = self.answer_probe(received)
             self.current = None
             if not keep or (received.header("connection") or "").lower() == "close":
                 break
