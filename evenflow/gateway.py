@@ -113,6 +113,7 @@ class Gateway:
         self._prober = Prober(registry, settings.fleet.probe_interval_s)
         self._load_reader = LoadReader(registry, registry.load_reported)
         registry.on_gone = relay.forget
+        registry.on_silent = relay.rescue
 
     async def start(self) -> None:
         """Listens, with every worker asked once before. Raises OSError when the address cannot be had."""

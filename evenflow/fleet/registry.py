@@ -253,10 +253,11 @@ class Registry:
         # more lanes make every decision dearer.
         self.pinned: dict[Worker, Lane] = {}
         self._pins = False
-        # Called after `lanes` changed, after a worker became live or takes more than before, and after one was lost.
+        # Called after `lanes` changed, after a worker became live or takes more than before, and after a live one has
+        # fallen silent.
         self.on_lanes_changed: Callable[[], None] = _nothing
         self.on_room: Callable[[Worker], None] = _nothing_of
-        self.on_lost: Callable[[Worker], None] = _nothing_of
+        self.on_silent: Callable[[Worker], None] = _nothing_of
         # Called after a worker has come or gone.
         self.on_workers_changed: list[Callable[[], object]] = []
         # What a worker that is gone still held is dropped.
@@ -334,7 +335,10 @@ class Registry:
     def probe_failed(self, worker: Worker, reason: str) -> None:
         worker.probe_failures += 1
         if worker.state is State.STARTING or worker.probe_failures >= PROBE_FAILURES_MAX:
+            was_live = worker.live
             self._suspect(worker, reason, probe=False)
+            if was_live:
+                self.on_silent(worker)
 
     def answered(self, worker: Worker) -> None:
         """A request was answered, be it with a 4xx: the caller's mistakes say nothing of a worker."""
@@ -469,8 +473,6 @@ class Registry:
             lane.live += worker.live - was_live
         if worker.live and not was_live:
             self.on_room(worker)
-        elif was_live and not worker.live:
-            self.on_lost(worker)
 
     def _lanes_of(self, worker: Worker) -> list[Lane]:
         return [lane for lane in self.all_lanes() if worker in lane.workers]

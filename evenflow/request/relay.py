@@ -268,6 +268,16 @@ class Relay:
             cost = self._cost.actual(input_tokens, 0, call.output_tokens, request.sequences)
             self._scheduler.progress(ticket, cost)
 
+    def rescue(self, worker: Worker) -> None:
+        """The worker has fallen silent, and may hang: what it has not begun to answer goes to another, if there is one.
+
+        Streams that have begun stay. They may go on when it wakes, and cannot be told elsewhere.
+        """
+        for connection in list(worker.busy):
+            call = connection.call
+            if call is not None and not call.shown and call.ticket is not None and call.ticket.lane.live:
+                self.fail(call, _lost(worker, "does not answer any more"))
+
     @staticmethod
     def forget(worker: Worker) -> None:
         """The worker is gone: no kept connection is left. One that is busy closes by itself when it has rested."""

@@ -515,3 +515,33 @@ def test_health_answers_while_large_prompts_pour_in(engine: MockEngine, gateways
         done.set()
         watcher.join()
     assert worst < 1.0
+
+
+def test_what_a_hung_worker_has_not_begun_goes_elsewhere(engines: EngineMaker, gateways: GatewayMaker) -> None:
+    """S54: it accepts and never answers, /health included. Its callers wait until that is noticed, and not longer."""
+    hung, well = engines(), engines()
+    gateway = gateways(hung, well, fleet={"probe_interval_s": 0.2})
+    served_at_once(gateway)
+    hung.behaviour, hung.probed_as = Behaviour(silent=True), Behaviour(silent=True)
+    answers: list[int] = []
+
+    def ask() -> None:
+        answers.append(post(gateway.port, chat(), timeout_s=20).status)
+
+    callers = [threading.Thread(target=ask) for _ in range(12)]
+    for caller in callers:
+        caller.start()
+    wait_until(lambda: hung.running >= 3, 5, "some are with the worker that hangs")
+    for caller in callers:
+        caller.join(20)
+    assert answers == [200] * 12
+    (row,) = [one for one in fetch(gateway.port, "GET", "/list_workers").json["workers"] if one["url"] == hung.url]
+    assert (row["state"], row["reason"]) == ("suspect", "probe failed: no answer in time")
+    hung.behaviour, hung.probed_as = Behaviour(), None
+    wait_until(lambda: all(one["state"] == "ready" for one in workers_of(gateway)), 10, "back")
+
+
+def workers_of(gateway: Running) -> list[dict[str, object]]:
+    rows = fetch(gateway.port, "GET", "/list_workers").json["workers"]
+    assert isinstance(rows, list)
+    return rows
