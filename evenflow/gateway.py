@@ -34,6 +34,7 @@ from evenflow.request.accept import ClientConnection, Front
 from evenflow.request.authenticate import Authenticator
 from evenflow.request.decode import Decoder
 from evenflow.request.enqueue import Enqueuer
+from evenflow.request.older import OlderDecoder
 from evenflow.request.place import Scheduler
 from evenflow.request.relay import Relay
 from evenflow.request.settle import Settler
@@ -86,7 +87,8 @@ class Gateway:
             loop, wheel, registry, scheduler, settler, cost, metrics, settings.timeouts
         )
         self._enqueuer = enqueuer = Enqueuer(registry, scheduler, cost, settler, limits=settings.limits)
-        self._decoder = decoder = Decoder(authenticator, settings.limits.n)
+        self._older = older = OlderDecoder(authenticator, registry)
+        self._decoder = decoder = Decoder(authenticator, older, settings.limits.n)
         self._front = front = Front(
             wheel,
             authenticator,
@@ -171,6 +173,7 @@ class Gateway:
         self._second = asyncio.get_running_loop().call_later(1.0, self._each_second)
         self._registry.each_second(monotonic())
         self._joining.each_second()
+        self._older.each_second(monotonic())
         self._scheduler.each_second()
         self._settler.each_second()
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from evenflow.wire.faults import Fault
     from evenflow.wire.http import RequestHead
     from evenflow.wire.merge import Group
+    from evenflow.wire.older import Form
     from evenflow.wire.openai import Request, Route, Usage
 
 
@@ -72,6 +73,7 @@ class Call:
         "fanout",  # fanout: what joins the parts of a call of several; None for all others
         "fault",  # accept: known to be wrong before its body had come
         "first_byte_s",  # relay
+        "form",  # decode: how the answer is written for a caller of an older service; None for all others
         "head",  # accept
         "keep_alive",  # the client's connection stays open after the answer
         "lease",  # place
@@ -126,5 +128,6 @@ class Call:
         self.waited: Waited | None = None
         self.rivals: tuple[Rival, ...] | None = None
         self.fanout: Fanout | None = None
+        self.form: Form | None = None
         self.part: Group | None = None
         self.ended = False

@@ -24,6 +24,7 @@ from evenflow.request import Call
 from evenflow.request.authenticate import Authenticator
 from evenflow.request.decode import Decoder
 from evenflow.request.enqueue import Enqueuer
+from evenflow.request.older import AnsweredError
 from evenflow.request.relay import Relay
 from evenflow.request.settle import Settler
 from evenflow.tenancy.directory import Member
@@ -54,12 +55,6 @@ COMMENT = b": waiting\n\n"
 # Bytes of answers that may wait for a client before its worker is read no further.
 WRITE_BUFFER_BYTES = 64 * 1024
 
-
-# Routes of older services that are known and not served, with what to use.
-NOT_YET = {
-    b"/v1/chat/interactive_qos": "/v1/chat/completions_qos",
-    b"/logprobs": "/v1/completions with 'logprobs'",
-}
 
 NO_HEADERS: list[tuple[bytes, bytes]] = []
 
@@ -178,6 +173,10 @@ class Front:
             self.enqueuer.enqueue(call)
         except Fault as fault:
             self.settler.refuse(call, fault)
+        except AnsweredError as answered:
+            self.settler.unrecorded(call)
+            if call.client is not None:
+                call.client.answer(call, 200, b"application/json", answered.body)
         except Exception:
             log.exception("a request failed in the gateway")
             self.settler.refuse(call, Fault("The gateway failed. This is a bug; the log of the gateway has more."))
@@ -193,12 +192,6 @@ class Front:
                 raise self.body_too_large()
             return route, self.authenticator.by_head(head)
         local = self._local(path)
-        if path in NOT_YET:
-            raise CallerError(
-                f"{shown(path)} of an older service is not there yet. Use {NOT_YET[path]}.",
-                code="not_found",
-                status=404,
-            )
         if local is None:
             raise CallerError(
                 f"There is no {shown(method)} {shown(path)} here. The OpenAI routes begin with /v1/.",
@@ -330,7 +323,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _comment_s(self, call: Call | None) -> float | None:
         """Seconds of silence that the call's client may be left in; None for one that is not kept alive."""
-        if call is None or call.request is None or not call.request.stream:
+        if call is None or call.request is None or not call.request.stream or call.form is not None:
             return None
         tenant = call.tenant
         return self._front.timeouts.comment_s if tenant is None or tenant.comments else None

@@ -123,7 +123,11 @@ class Enqueuer:
             raise self._queue_full(call)
         if tenant.limits is not None:
             self._reserve(call, tenant.limits, input_tokens + output_tokens)
-        if (sequences > 1 or request.special or lane.joined) and route.kind in SAMPLED and splits(request, lane):
+        if (
+            (sequences > 1 or request.special or lane.joined)
+            and route.kind in SAMPLED
+            and (call.form is not None or splits(request, lane))
+        ):
             self._fan_out(call, lane, tier)
             return
         call.ticket = ticket = Ticket(tenant, tier, lane, sequences, estimate, call)

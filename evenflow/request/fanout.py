@@ -281,7 +281,11 @@ class Fanout:
                 self._whole.take(group, data)
         else:
             assert self._stream is not None
-            self._write(b"".join([self._stream.take(group, data) for data in block]))
+            out = b"".join([self._stream.take(group, data) for data in block])
+            if self.call.form is None:
+                self._write(out)
+        if self.call.form is not None:
+            self._write(b"".join([self.call.form.take(group.prompt, data) for data in block]))
         if (
             not group.warm
             and self._order is Order.FOLLOW
@@ -304,7 +308,9 @@ class Fanout:
             elif not missing and call.lease is not None:
                 self._registry.makes_choices(call.lease.worker)
         if self._stream is not None:
-            self._write(self._stream.end_of(group))
+            rest = self._stream.end_of(group)
+            if self.call.form is None:
+                self._write(rest)
         self._follow(call, call.lease.worker if call.lease is not None else None)
         self.ended += 1
         if self.ended == len(self.parts):
@@ -314,7 +320,8 @@ class Fanout:
         whole = self.call
         usage = self.usage()
         if self._stream is not None:
-            self._write(self._stream.end(usage), last=True)
+            form = whole.form
+            self._write(self._stream.end(usage) if form is None else form.end(usage), last=True)
         elif not self._write_whole(usage):
             return
         client = whole.client
@@ -331,8 +338,11 @@ class Fanout:
             for groups in self._groups()
         ]
         try:
-            body = self._whole.end(prompts, usage, self._best, with_logprobs=self._bodies.with_logprobs)
-        except CallerError as error:
+            if whole.form is not None:
+                body = whole.form.end(usage)
+            else:
+                body = self._whole.end(prompts, usage, self._best, with_logprobs=self._bodies.with_logprobs)
+        except Fault as error:
             self.fail(error)
             return False
         if whole.client is not None:
@@ -351,7 +361,20 @@ class Fanout:
         client = whole.client
         self._settler.end(whole, fault.status, b"failed", fault)
         if client is not None:
-            client.break_off(whole, last_event(fault, http11=whole.head.http11))
+            client.break_off(whole, self._last(fault))
+
+    def _last(self, fault: Fault) -> bytes:
+        """The end of a stream that failed."""
+        form, http11 = self.call.form, self.call.head.http11
+        if form is None:
+            return last_event(fault, http11=http11)
+        line = form.failed(fault)
+        return b"%x\r\n%b\r\n%b" % (len(line), line, LAST_CHUNK) if http11 else line
+
+    def end_early(self) -> None:
+        """What has come until now is the answer."""
+        if not self.call.ended:
+            self._end()
 
     def stop(self) -> None:
         """The whole call has ended, however it did: no part may hold anything."""
@@ -402,6 +425,8 @@ class Fanout:
         whole = self.call
         worker = whole.lease.worker if whole.lease is not None else None
         kind = b"application/json" if self._whole is not None else b"text/event-stream; charset=utf-8"
+        if self._stream is not None and whole.form is not None:
+            kind = whole.form.content_type
         lines = [status_line(200), b"content-type: %b\r\n" % kind]
         if self._stream is not None:
             lines.append(b"cache-control: no-cache\r\n")

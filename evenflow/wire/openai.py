@@ -63,6 +63,8 @@ class Route(Struct, frozen=True):
     model_optional: bool = False
     # Whether text is produced; else nothing but the input costs.
     generates: bool = True
+    # Which older service's request may come here that is no OpenAI one: see `wire/older.py`.
+    older: Literal["", "completions", "logprobs", "interactive"] = ""
 
 
 ROUTES: dict[bytes, Route] = {
@@ -80,8 +82,15 @@ ROUTES: dict[bytes, Route] = {
     )
 }
 # What older services called these routes.
-ROUTES[b"/completions"] = ROUTES[b"/v1/completions_qos"] = ROUTES[b"/v1/completions"]
+ROUTES[b"/v1/completions_qos"] = ROUTES[b"/v1/completions"]
 ROUTES[b"/v1/chat/completions_qos"] = ROUTES[b"/v1/chat/completions"]
+ROUTES[b"/completions"] = Route(
+    "completions", b"/v1/completions", "completions", usage_option=True, older="completions"
+)
+ROUTES[b"/logprobs"] = Route("logprobs", b"/v1/completions", "completions", usage_option=True, older="logprobs")
+ROUTES[b"/v1/chat/interactive_qos"] = Route(
+    "chat/interactive", b"/v1/chat/completions", "chat", usage_option=True, older="interactive"
+)
 
 
 class Request(Struct, gc=False):

@@ -1,5 +1,6 @@
 """The calls that parallel sampling is for, through the OpenAI SDK on two real engines of four slots each."""
 
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from urllib.request import urlopen
 import openai
 import pytest
 from support.gateway import GatewayProcess, wait_ready, wait_until
-from support.http import fetch
+from support.http import fetch, post
 
 from evenflow.fleet.engines.embedded import ALIAS_DEFAULT, EngineError, EngineProcess, find_weights
 
@@ -186,3 +187,32 @@ def test_whoever_does_not_stream_can_leave_too(gateway: GatewayProcess, client: 
     began = time.monotonic()
     client.completions.create(model=ALIAS_DEFAULT, prompt="Hi", n=4, max_tokens=2)
     assert time.monotonic() - began < 15
+
+
+# ---- routes of older services, which are made of these ----
+
+
+def test_logprobs_of_the_next_token(gateway: GatewayProcess) -> None:
+    body = {"model": ALIAS_DEFAULT, "prompt": ["The capital of France is", "One, two,"], "top_k": 5}
+    first = post(gateway.port, body, path="/logprobs", timeout_s=60).json
+    for logprobs, indices in zip(first["logprobs"], first["indices"], strict=True):
+        assert len(logprobs) == len(set(indices)) == 5
+        assert logprobs == sorted(logprobs, reverse=True)
+        assert 0.05 < sum(map(math.exp, logprobs)) <= 1.0001
+    again = post(gateway.port, body | {"cache_id": first["cache_id"]}, path="/logprobs", timeout_s=60).json
+    assert again["cache_id"] == first["cache_id"]
+    assert [row[0] for row in again["indices"]] == [row[0] for row in first["indices"]]
+    assert again["logprobs"][0] == pytest.approx(first["logprobs"][0], abs=0.3)
+
+
+def test_a_session_remembers(gateway: GatewayProcess) -> None:
+    body = {"model": ALIAS_DEFAULT, "session_id": 3, "interactive_mode": True, "request_output_len": 8}
+
+    def talk(prompt: str) -> dict[str, Any]:
+        answer = post(gateway.port, body | {"prompt": prompt}, path="/v1/chat/interactive_qos", timeout_s=60).json
+        return dict(answer)
+
+    first, second = talk("My name is Ada."), talk("What is my name?")
+    assert first["history_tokens"] == 0
+    assert second["history_tokens"] == first["input_tokens"] + first["tokens"]
+    assert second["text"]
