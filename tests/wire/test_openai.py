@@ -134,6 +134,8 @@ OLDER = {
     b"/completions": b"/v1/completions",
     b"/v1/completions_qos": b"/v1/completions",
     b"/v1/chat/completions_qos": b"/v1/chat/completions",
+    b"/logprobs": b"/v1/completions",
+    b"/v1/chat/interactive_qos": b"/v1/chat/completions",
 }
 
 
@@ -145,7 +147,7 @@ def test_other_routes() -> None:
     for path, route in ROUTES.items():
         assert route.path == OLDER.get(path, path)
         assert path.removesuffix(b"_qos").endswith(route.name.encode())
-        assert route.usage_option == (route in (CHAT, COMPLETIONS))
+        assert route.usage_option == (route.kind in ("chat", "completions"))
         if not route.model_optional:
             assert refusal(b'{"messages":[{}],"prompt":"x","input":"x"}', route).param == "model"
 
@@ -537,6 +539,9 @@ def wrong_fields(route: openai.Route, pairs: Pairs, n_max: int) -> set[str]:
     if kind in ("chat", "completions"):
         whole("n", 1, n_max)
         whole("best_of", 1, n_max)
+        n, best_of = body.get("n") or 1, body.get("best_of")
+        if type(n) is type(best_of) is int and (best_of < n or (best_of > 1 and body.get("stream"))):
+            wrong.add("best_of")
         whole("max_completion_tokens", 0, None)
         options = body.get("stream_options")
         need("stream_options", isinstance(options, dict))
@@ -586,7 +591,7 @@ def test_requests_are_read_as_by_a_slow_reader(pairs: Pairs, path: bytes, chance
     values = dict(pairs)
     wrong = wrong_fields(route, pairs, n_max)
     if not wrong and route.usage_option:
-        prompts = len(reference_prompts(values["prompt"])) if route is COMPLETIONS else 1
+        prompts = len(reference_prompts(values["prompt"])) if route.kind == "completions" else 1
         n = values.get("n") or 1
         sequences = prompts * max(n, values.get("best_of") or 1)
         if sequences > n_max:
