@@ -29,7 +29,7 @@ from evenflow.observe.access_log import open_access_log
 from evenflow.observe.metrics import Metrics, gauge
 from evenflow.policy.cost import CostModel
 from evenflow.policy.fairness import Group, Ticket, Tier
-from evenflow.policy.placement import PLACEMENTS
+from evenflow.policy.placement import placement_named
 from evenflow.request.accept import ClientConnection, Front
 from evenflow.request.authenticate import Authenticator
 from evenflow.request.decode import Decoder
@@ -78,7 +78,7 @@ class Gateway:
         self._cost = cost = CostModel()
         cost.configure(*cost_of(settings))
         tiers = tuple(tier_of(tier) for tier in scheduling.tiers)
-        placement = PLACEMENTS[scheduling.placement](random.Random())
+        placement = placement_named(scheduling.placement)(random.Random())
 
         self._authenticator = authenticator = Authenticator(directory)
         self._scheduler = scheduler = Scheduler(registry, tiers, placement, metrics.decisions)

@@ -13,7 +13,9 @@ from urllib.parse import SplitResult, urlsplit
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, PrivateAttr, model_validator
 
 from evenflow.config.document import Written, plain_value
+from evenflow.config.problems import did_you_mean
 from evenflow.config.secrets import Secret, read_credential, read_key
+from evenflow.policy.placement import PLACEMENTS, PlacementError, placement_named
 
 ANONYMOUS_GROUP: Final = "anonymous"
 DEFAULT_GROUP: Final = "keys"
@@ -27,7 +29,6 @@ WEIGHT_MAX: Final = 1e6
 
 _LABEL = re.compile(r"[^\s\x00-\x1f\x7f](?:[^\x00-\x1f\x7f]*[^\s\x00-\x1f\x7f])?")
 _HEADER_SAFE = re.compile(r"[!-~]+")
-_LATER_PLACEMENTS = ("shortest_queue", "lottery", "least_latency", "power_of_two", "sticky")
 _DATABASES = ("sqlite", "postgresql")
 
 
@@ -118,8 +119,12 @@ def _origin(value: Any) -> Any:
 
 
 def _placement(value: Any) -> Any:
-    if value in _LATER_PLACEMENTS:
-        raise ValueError(f"'{value}' comes in a later version; use least_work or round_robin for now")
+    if isinstance(value, str):
+        try:
+            placement_named(value)
+        except PlacementError as error:
+            near = did_you_mean(value, PLACEMENTS) if ":" not in value else ""
+            raise ValueError(f"{error}{near if near.endswith('?') else ''}") from None
     return value
 
 
@@ -134,6 +139,7 @@ Label = Annotated[str, BeforeValidator(_label), Field(strict=True)]
 WorkerName = Annotated[str, BeforeValidator(_worker_name), Field(strict=True)]
 WorkerUrl = Annotated[str, BeforeValidator(worker_url), Field(strict=True)]
 Origin = Annotated[str, BeforeValidator(_origin), Field(strict=True)]
+PlacementName = Annotated[str, BeforeValidator(_placement), Field(strict=True)]
 DatabaseUrl = Annotated[str, BeforeValidator(_database), Field(strict=True)]
 Toggle = Annotated[bool, BeforeValidator(_untyped), Field(strict=True)]
 Count = Annotated[int, BeforeValidator(_untyped), Field(strict=True, ge=1, le=2**53)]
@@ -334,9 +340,11 @@ class SchedulingSettings(_Group):
     token_cost: TokenCostSettings = Field(
         default=TokenCostSettings(), description="What a token costs when shares are measured in tokens."
     )
-    placement: Annotated[Literal["least_work", "round_robin"], BeforeValidator(_placement)] = Field(
+    placement: PlacementName = Field(
         default="least_work",
-        description="How a worker is chosen: the least estimated finish, or each in turn.",
+        description="How a worker is chosen: least_work (the least estimated finish; counts prompt caches and speed), "
+        "shortest_queue, round_robin, lottery (chances by speed), least_latency, power_of_two (the better of two at "
+        "random), sticky (each session to one worker), or package.module:Class of your own.",
     )
     tiers: Annotated[tuple[TierSettings, ...], _AsTuple] = Field(
         default=(_STANDARD_TIER,),

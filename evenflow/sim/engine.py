@@ -425,6 +425,8 @@ class Engine:
             if tokens and tokens + compute > PREFILL_TOKENS_MAX:
                 break
             tokens += compute
+            if self._blocks_max:
+                self._keep(run)
             waiting.popleft()
             self.waiting -= 1
             run.stage = PREFILLING
@@ -475,18 +477,22 @@ class Engine:
         return steps
 
     def _cached(self, run: Run) -> int:
-        """Prompt tokens that need not be computed; the blocks are then the most recently used."""
+        """Prompt tokens that need not be computed."""
         blocks, hits = self._blocks, 0
         for block in run.prefix:
             if block not in blocks:
                 break
             hits += 1
+        return min(hits * self._block_tokens, max(run.input_tokens - 1, 0))
+
+    def _keep(self, run: Run) -> None:
+        """It is computed now: its blocks are the most recently used."""
+        blocks = self._blocks
         for block in run.prefix:
             blocks.pop(block, None)
             blocks[block] = None
         while len(blocks) > self._blocks_max:
             del blocks[next(iter(blocks))]
-        return min(hits * self._block_tokens, max(run.input_tokens - 1, 0))
 
     def _begin(self) -> None:
         """The prefill has ended: each of its batch has its first token."""

@@ -14,9 +14,10 @@ from heapq import heappop, heappush
 from math import inf
 from time import perf_counter
 
-from evenflow.policy.cost import CostModel
+from evenflow.policy.cost import BYTES_PER_TOKEN, CostModel
 from evenflow.policy.fairness import Tenant, Ticket
-from evenflow.policy.placement import PLACEMENTS
+from evenflow.policy.placement import Ask, hooks_of, placement_named, session_of
+from evenflow.policy.placement.prefix import BLOCK_BYTES, BLOCKS_HASHED_MAX
 from evenflow.policy.retry import RetryBudget
 from evenflow.policy.slots import KV_SHARE, LearnedSlots
 from evenflow.sim.baselines import CHARGES, QUEUES, Queue
@@ -52,6 +53,7 @@ class Worker:
         "index",
         "learned",
         "live",
+        "name",
         "scheduled_s",
         "slots",
         "speed",
@@ -64,6 +66,7 @@ class Worker:
 
     def __init__(self, index: int, profile: EngineProfile, scenario: Scenario) -> None:
         self.index = index
+        self.name = f"engine-{index}"
         self.engine = Engine(profile, scenario.traffic.block_tokens)
         self.speed = profile.speed
         slots = scenario.slots
@@ -84,7 +87,7 @@ class Worker:
 class Call(Run):
     """A request from its arrival to its end."""
 
-    __slots__ = ("arrival", "attempts", "expected", "failed_on", "record", "ticket", "worker")
+    __slots__ = ("arrival", "ask", "attempts", "expected", "failed_on", "record", "ticket", "worker")
 
     def __init__(self, number: int, arrival: Arrival, record: Record) -> None:
         output_tokens = arrival.output_tokens
@@ -94,6 +97,8 @@ class Call(Run):
         self.arrival = arrival
         self.record = record
         self.ticket: Ticket
+        # What placement is told of it; None where that is nothing.
+        self.ask: Ask | None = None
         # Who runs it; None while it waits.
         self.worker: Worker | None = None
         self.failed_on: Worker | None = None
@@ -158,7 +163,13 @@ class World:
         # (what, call, its worker's running and slots) since the last event; None while nobody watches.
         self.log: list[tuple[int, Call, int, int]] | None = None
         self._random = random.Random(scenario.seed)
-        self._placement = PLACEMENTS[scenario.placement](self._random)
+        self._placement = placement_named(scenario.placement)(self._random)
+        self._hooks = hooks_of(self._placement)
+        # Blocks of a prompt that the gateway looks at; none where no engine keeps any, or there is nothing to choose.
+        self._blocks_max = 0
+        block_tokens = scenario.traffic.block_tokens
+        if len(self.workers) > 1 and any(profile.prefix_cache for profile in scenario.engines):
+            self._blocks_max = int(BLOCKS_HASHED_MAX * BLOCK_BYTES / BYTES_PER_TOKEN / block_tokens)
         self._cost = CostModel(by_tokens=scenario.cost == "tokens")
         self._estimate = CHARGINGS[CHARGES.get(scenario.policy, scenario.charging)]
         self._budget = RetryBudget()
@@ -279,9 +290,11 @@ class World:
         if arrival.leaves_after_s is not None:
             self._push(self.now + arrival.leaves_after_s, LEAVE, call, 0)
         self._budget.deposit()
+        if arrival.prefix and self._blocks_max:
+            call.ask = self._ask(arrival)
         if not queue.waiting:  # (2)
             workers = self._candidates(call)
-            index = self._placement.choose(workers, 1)
+            index = self._choose(workers, call)
             if index >= 0 and queue.start_now(ticket):
                 self._grant(call, workers[index])
                 return
@@ -306,9 +319,12 @@ class World:
             record.first_token_s = now
             record.cached_tokens = call.cached_tokens
             self.result.service.append((now, call.owner, call.input_tokens, 0))
-            if learned is not None and record.dispatched_s is not None:
-                learned.first_token(now - record.dispatched_s)
-                self._learned(worker)
+            if record.dispatched_s is not None:
+                if learned is not None:
+                    learned.first_token(now - record.dispatched_s)
+                    self._learned(worker)
+                if self._hooks.answered is not None:
+                    self._hooks.answered(worker, now - record.dispatched_s)
         for call, produced in engine.due:  # type: ignore[assignment]
             self.queue.progress(call.ticket, cost.actual(call.input_tokens, 0, produced, 1))
         for call in engine.done:  # type: ignore[assignment]
@@ -372,8 +388,11 @@ class World:
                 continue
             if not worker.live:
                 worker.live = room = True
-            if worker.learned is not None and not worker.stale and not engine.hung:
-                room |= self._take_report(worker, worker.learned)
+            if not worker.stale and not engine.hung:
+                if self._bounded and self._hooks.reported is not None:
+                    self._hooks.reported(worker, engine.report(self.now).kv_tokens / engine.profile.kv_tokens)
+                if worker.learned is not None:
+                    room |= self._take_report(worker, worker.learned)
         if self._ticks % 2 == 0:
             room |= self._each_second()
         if room:
@@ -437,6 +456,8 @@ class World:
         elif not engine.dead:
             lost = engine.die(self.now)
             worker.live = not lost and worker.live
+            if self._hooks.forget is not None:
+                self._hooks.forget(worker)
             call: Call
             for call, produced in lost:  # type: ignore[assignment]
                 call.record.output_tokens = produced
@@ -457,6 +478,21 @@ class World:
 
     # -- decisions, as `request/place.py` makes them -----------------------------------------------------------
 
+    def _ask(self, arrival: Arrival) -> Ask:
+        """What the gateway makes of a prompt's bytes. A session is what shares the first block of its own."""
+        blocks: tuple[int, ...] = ()
+        session = 0
+        hooks, cost, tokens = self._hooks, self._cost, arrival.input_tokens
+        if hooks.blocks:
+            blocks = arrival.prefix[: self._blocks_max]
+        if hooks.session and len(arrival.prefix) > 1:
+            session = session_of(str(arrival.prefix[1]))
+        prompt_work = cost.charge(tokens, 0.0, 1)
+        saved = 1.0 - cost.cached_weight / cost.input_weight
+        block_work = prompt_work * saved * self.scenario.traffic.block_tokens / max(1, tokens)
+        tail_work = max(0.0, len(arrival.prefix) - self._blocks_max) * block_work
+        return Ask(blocks, prompt_work, block_work, tail_work, session)
+
     def _candidates(self, call: Call) -> tuple[Worker, ...]:
         """The workers with the memory, without the one that has just failed this call if there is another."""
         workers = self.workers
@@ -468,6 +504,10 @@ class World:
             return workers
         tokens = call.ticket.tokens
         return tuple([one for one in workers if one.tokens + tokens <= one.tokens_max or not one.in_flight])
+
+    def _choose(self, workers: tuple[Worker, ...], call: Call) -> int:
+        ask = call.ask
+        return self._placement.choose(workers, 1) if ask is None else self._placement.choose(workers, 1, ask)
 
     def any_live(self) -> bool:
         return any(worker.live for worker in self.workers)
@@ -485,7 +525,7 @@ class World:
                 return
             call: Call = ticket.call
             workers = self._candidates(call)
-            index = self._placement.choose(workers, 1)
+            index = self._choose(workers, call)
             if index < 0:
                 for worker in self.workers:
                     if worker.learned is not None:
@@ -502,6 +542,8 @@ class World:
         worker.work += ticket.estimate
         worker.tokens += ticket.tokens
         call.worker = worker
+        if call.ask is not None and self._hooks.placed is not None:
+            self._hooks.placed(worker, call.ask)
         call.attempts += 1
         record.attempts = call.attempts
         record.dispatched_s = self.now

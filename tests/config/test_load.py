@@ -292,8 +292,15 @@ def tenant(rest):
             "scheduling: {cost: token}",
             "scheduling.cost: must be one of tokens, sequences, did you mean 'tokens'?",
         ),
-        ("scheduling: {placement: lottery}", "scheduling.placement: 'lottery' comes in a later version"),
-        ("scheduling: {placement: best}", "scheduling.placement: must be one of least_work, round_robin"),
+        ("scheduling: {placement: best}", "scheduling.placement: must be one of least_work, shortest_queue,"),
+        (
+            "scheduling: {placement: latery}",
+            "scheduling.placement: must be one of least_work, shortest_queue, round_robin, lottery, least_latency, "
+            "power_of_two, sticky, or package.module:Class of your own, did you mean 'lottery'?",
+        ),
+        ("scheduling: {placement: 3}", "scheduling.placement: must be text"),
+        ("scheduling: {placement: 'no_such_module:A'}", "scheduling.placement: there is no module 'no_such_module'"),
+        ("scheduling: {placement: 'a b:A'}", "scheduling.placement: must name a class of your own"),
         ("scheduling: {tiers: []}", "scheduling.tiers: must not be empty"),
         ("limits: {queued: -1}", "limits.queued: must be at least 1, is -1"),
         ("limits: {queue_timeout_s: 0}", "limits.queue_timeout_s: must be more than 0, is 0"),

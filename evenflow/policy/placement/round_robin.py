@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import Candidate
+    from .candidate import Ask, Candidate
 
 
 class RoundRobin:
@@ -16,7 +16,7 @@ class RoundRobin:
     def __init__(self, rng: random.Random) -> None:
         self._turn = rng.randrange(1 << 16)
 
-    def choose(self, workers: "Sequence[Candidate]", sequences: int) -> int:
+    def choose(self, workers: "Sequence[Candidate]", sequences: int, ask: "Ask | None" = None) -> int:
         count = len(workers)
         turn = self._turn
         for step in range(count):
