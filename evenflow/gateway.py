@@ -199,6 +199,8 @@ class Gateway:
         self._cost.configure(*cost_of(settings))
         if schedule_of(old) != schedule_of(settings):
             self._scheduler.reschedule(tiers, partial(same_tier, names, [tier.name for tier in tiers]))
+        if old.scheduling.placement != settings.scheduling.placement:
+            self._scheduler.place_by(placement_named(settings.scheduling.placement)(random.Random()))
         self._enqueuer.configure(settings.limits)
         self._scheduler.resume(directory.everyone())
 

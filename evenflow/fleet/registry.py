@@ -208,7 +208,9 @@ class Lane:
     """The workers that can run a call, and the pool it queues in."""
 
     __slots__ = (
+        "beats",
         "bounded",
+        "has_choice",
         "heals_completions",
         "joined",
         "learners",
@@ -222,6 +224,9 @@ class Lane:
 
     def __init__(self, workers: tuple[Worker, ...]) -> None:
         self.workers = workers
+        self.has_choice = len(workers) > 1
+        # Whether some of them must beat to be chosen.
+        self.beats = any(worker.source is Source.JOINED for worker in workers)
         # How many of the workers are live; kept by the registry, read for every request.
         self.live = sum(worker.live for worker in workers)
         # Its workers whose limits are learned, and whether any worker has told how many tokens it holds.
@@ -262,6 +267,9 @@ class Registry:
         self.on_workers_changed: list[Callable[[], object]] = []
         # What a worker that is gone still held is dropped.
         self.on_gone: Callable[[Worker], None] = _nothing_of
+        # What placement wants to be told: how full a KV cache is, and who may come back without what it held.
+        self.on_kv_use: Callable[[Worker, float], None] | None = None
+        self.on_lost: Callable[[Worker], None] | None = None
 
     def add(self, worker: Worker) -> None:
         """Takes a worker in; one that had its name is gone at once, and nothing of it is left in any lane."""
@@ -375,6 +383,8 @@ class Registry:
             worker.tokens_max = load.kv_tokens * KV_SHARE
             for lane in self._lanes_of(worker):
                 lane.bounded = True
+        if load.kv_use is not None and self.on_kv_use is not None:
+            self.on_kv_use(worker, load.kv_use)
         learned = worker.learned
         if learned is None:
             return
@@ -473,6 +483,8 @@ class Registry:
             lane.live += worker.live - was_live
         if worker.live and not was_live:
             self.on_room(worker)
+        elif self.on_lost is not None and state in (State.SUSPECT, State.GONE):
+            self.on_lost(worker)
 
     def _lanes_of(self, worker: Worker) -> list[Lane]:
         return [lane for lane in self.all_lanes() if worker in lane.workers]

@@ -6,6 +6,7 @@ requests are remembered by their log lines, which have the rest.
 """
 
 from collections import deque
+from collections.abc import Callable
 from heapq import nsmallest
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from evenflow.fleet.registry import Worker
+    from evenflow.policy.placement import Ask
 
 # Requests that are remembered after their end.
 RECENT_MAX = 10_000
@@ -47,20 +49,31 @@ class Rival:
 
     __slots__ = ("in_flight", "live", "score", "slots", "worker")
 
-    def __init__(self, worker: "Worker") -> None:
+    def __init__(self, worker: "Worker", score: float) -> None:
         self.worker = worker
-        # Estimated cost of what it ran, divided by its speed: the least is best.
-        self.score = worker.work / worker.speed
+        # By what placement compared it: the least is best.
+        self.score = score
         self.in_flight = worker.in_flight
         self.slots = worker.slots
         self.live = worker.live
 
 
-def rivals_of(workers: "Sequence[Worker]") -> tuple[Rival, ...]:
-    """The workers that a request can go to, before it goes to one of them."""
+def rivals_of(
+    workers: "Sequence[Worker]",
+    chosen: "Worker",
+    score: "Callable[[Worker, Ask | None], float] | None" = None,
+    ask: "Ask | None" = None,
+) -> tuple[Rival, ...]:
+    """The workers that a request can go to, before it goes to the chosen one.
+
+    Without a `score` by estimated cost of what each runs, divided by its speed.
+    """
     if len(workers) > RIVALS_MAX:
-        workers = nsmallest(RIVALS_MAX, workers, key=lambda worker: worker.work / worker.speed)
-    return tuple([Rival(worker) for worker in workers])
+        best = nsmallest(RIVALS_MAX, workers, key=lambda worker: worker.work / worker.speed)
+        workers = best if chosen in best else [chosen, *best[:-1]]
+    if score is None:
+        return tuple([Rival(worker, worker.work / worker.speed) for worker in workers])
+    return tuple([Rival(worker, score(worker, ask)) for worker in workers])
 
 
 class Recent:

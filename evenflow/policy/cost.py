@@ -78,6 +78,14 @@ class CostModel:
         cost = self.input_weight * input_tokens + self.output_weight * output_tokens
         return cost if cost > 1.0 else 1.0
 
+    def prompt_work(self, input_tokens: float) -> float:
+        """The part of a charge that the prompt makes; 0 where tokens are not counted."""
+        return self.input_weight * input_tokens if self.by_tokens else 0.0
+
+    def cached_saves(self) -> float:
+        """The part of a prompt's cost that is saved where it is in a cache."""
+        return 1.0 - self.cached_weight / self.input_weight if self.input_weight > self.cached_weight else 0.0
+
     def actual(self, input_tokens: int, cached_tokens: int, output_tokens: int, sequences: int) -> float:
         """The true cost of what was computed."""
         if not self.by_tokens:

@@ -110,11 +110,13 @@ class Ticket:
 
     __slots__ = (
         "account",
+        "ask",
         "call",
         "charged",
         "estimate",
         "lane",
         "length",
+        "prompt_work",
         "sequence",
         "since_s",
         "slots",
@@ -144,6 +146,10 @@ class Ticket:
         self.call = call
         # Tokens that it is thought to keep in a worker's memory; for placement, not read by the queue.
         self.tokens = 0.0
+        # The part of the estimate that its prompt makes; for placement, too.
+        self.prompt_work = 0.0
+        # What else placement is told of it; None when that would change nothing.
+        self.ask: Any = None
         # How much it adds to the length of a queue: 1 and something for the size of its body.
         self.length = 1.0
         # When it came into its tier, in seconds; read only where a tier has a `max_wait_s`.

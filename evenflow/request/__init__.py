@@ -33,17 +33,27 @@ if TYPE_CHECKING:
 class Lease:
     """Slots of one worker, held until `give_back`, which may be called on every way out."""
 
-    __slots__ = ("held", "slots", "tokens", "work", "worker")
+    __slots__ = ("held", "prompt_work", "slots", "tokens", "work", "worker")
 
-    def __init__(self, worker: "Worker", slots: int, work: float, tokens: float) -> None:
+    def __init__(self, worker: "Worker", slots: int, work: float, prompt_work: float, tokens: float) -> None:
         self.worker = worker
         self.slots = slots
         self.work = work
+        # The part of it that the prompt takes.
+        self.prompt_work = prompt_work
         self.tokens = tokens
         self.held = True
         worker.in_flight += slots
         worker.work += work
         worker.tokens += tokens
+
+    def prompt_done(self) -> None:
+        """The answer has begun: the prompt is computed, and no more before what comes to this worker next."""
+        done = self.prompt_work
+        if done and self.held:
+            self.prompt_work = 0.0
+            self.work -= done
+            self.worker.work -= done
 
     def give_back(self) -> None:
         if self.held:

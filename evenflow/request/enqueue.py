@@ -13,6 +13,7 @@ from evenflow.policy.cost import CostModel
 from evenflow.policy.fairness import Ticket
 from evenflow.policy.limits import TenantLimits
 from evenflow.policy.patience import Patience
+from evenflow.policy.placement.prefix import PROMPT_BYTES_HASHED_MAX
 from evenflow.policy.sampling import must_split
 from evenflow.request import Call
 from evenflow.request.authenticate import unknown_key
@@ -21,7 +22,7 @@ from evenflow.request.place import Pool, Scheduler
 from evenflow.request.settle import Settler
 from evenflow.tenancy.directory import Member
 from evenflow.wire.faults import CallerError, OverloadError
-from evenflow.wire.openai import SAMPLED, Request
+from evenflow.wire.openai import SAMPLED, Request, prompt_of
 
 RETRY_NO_WORKER_S = 2.0
 # A body of so many bytes counts as one more request in the length of a queue, so that one measure serves the bounds in
@@ -132,9 +133,15 @@ class Enqueuer:
             return
         call.ticket = ticket = Ticket(tenant, tier, lane, sequences, estimate, call)
         ticket.tokens = input_tokens + output_tokens
+        ticket.prompt_work = cost.prompt_work(input_tokens)
         ticket.length = 1.0 + len(call.body) / REQUEST_BYTES
         ticket.since_s = call.accepted_s
-        self._scheduler.submit(ticket)  # (3)
+        scheduler = self._scheduler
+        if route.generates and scheduler.wants_ask(lane, request, head.session):
+            prompt = prompt_of(route.kind, call.body, PROMPT_BYTES_HASHED_MAX)
+            work = cost.charge(input_tokens, 0.0, 1)
+            ticket.ask = scheduler.ask(request, prompt, work, cost.cached_saves(), head.session)
+        scheduler.submit(ticket)  # (3)
         if call.lease is None and not call.ended:
             self._wait(call, ticket)
 

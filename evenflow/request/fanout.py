@@ -19,6 +19,7 @@ from msgspec import Raw
 from evenflow.observe.why import why_line
 from evenflow.policy.cost import CostModel
 from evenflow.policy.fairness import Ticket
+from evenflow.policy.placement.prefix import PROMPT_BYTES_HASHED_MAX
 from evenflow.policy.sampling import Order, groups_of, order_of
 from evenflow.request import Call
 from evenflow.wire.answer import Head, fault_of_event, last_event
@@ -26,7 +27,7 @@ from evenflow.wire.faults import CallerError, Fault, WorkerError
 from evenflow.wire.heal import Shape
 from evenflow.wire.http import LAST_CHUNK, AnswerHead, status_line
 from evenflow.wire.merge import Group, Identity, Part, StreamMerge, WholeMerge, total_usage
-from evenflow.wire.openai import SEED_MAX, Request, Usage, error_in_event, has_content, splice
+from evenflow.wire.openai import SEED_MAX, Request, Usage, error_in_event, has_content, prompt_of, splice
 from evenflow.wire.ratelimit import rate_limit_lines
 from evenflow.wire.sse import EventReader, EventTooLarge, payload, split_events
 
@@ -220,7 +221,13 @@ class Fanout:
             tenant, self._tier, lane, request.n, cost.charge(counted, output, request.n), part
         )
         ticket.tokens = output if cached else tokens + output
+        ticket.prompt_work = cost.prompt_work(counted)
         ticket.since_s = part.accepted_s
+        scheduler, session = self._scheduler, part.head.session
+        if not cached and scheduler.wants_ask(lane, request, session):
+            assert part.part is not None
+            prompt = self._bodies.prompt(part.part.prompt)
+            ticket.ask = scheduler.ask(request, prompt, cost.charge(tokens, 0.0, 1), cost.cached_saves(), session)
         self._scheduler.submit(ticket)
 
     def _follow(self, first: Call, worker: "Worker | None") -> None:
@@ -274,6 +281,8 @@ class Fanout:
         """Events of a part have come, each the data of one."""
         if not block:
             return
+        if not call.shown and call.lease is not None:
+            call.lease.prompt_done()
         call.shown = True
         call.body = b""  # it is tried nowhere else from here on
         if self._whole is not None:
@@ -558,6 +567,12 @@ class Bodies:
                     param="echo",
                 )
         return Shape(legacy=self._legacy, echoes=echoes, silent=heals and self._silent, chosen_only=chosen_only)
+
+    def prompt(self, index: int) -> bytes:
+        """As caches may know it again; as much of it as is looked at."""
+        if self._legacy:
+            return bytes(self._prompts[index])[:PROMPT_BYTES_HASHED_MAX]
+        return prompt_of("chat", self._body, PROMPT_BYTES_HASHED_MAX)
 
     def of(self, prompt: int, first: int, size: int) -> bytes:
         """Choices `first` to `first + size - 1` of a prompt; choice j has the seed of the whole plus j."""

@@ -6,20 +6,28 @@ relay is handed a lease. The seam is message-shaped: `submit`, `cancel`, `give_b
 `start` of the relay and `refuse` of settle go out. Never waits, never touches a socket.
 """
 
+import logging
 from collections.abc import Callable, Iterable
+from math import inf
 from time import monotonic, perf_counter
 
 from evenflow.fleet.registry import Lane, Registry, Worker
 from evenflow.observe.metrics import Histogram
 from evenflow.observe.why import rivals_of
 from evenflow.policy.fairness import FairQueue, Tenant, Ticket, Tier
-from evenflow.policy.placement import Placement
+from evenflow.policy.placement import Ask, Placement, block_hashes, hooks_of, session_of
+from evenflow.policy.placement.prefix import BLOCK_BYTES, PROMPT_BYTES_HASHED_MAX
 from evenflow.request import Call, Lease
+from evenflow.wire.openai import Request
 
 # How fast the measured rate of a pool follows: the share of the newest second.
 RATE_STEP = 0.2
 # Until a rate is known: cost per second of one slot of a middling engine.
 RATE_PER_SLOT_UNSEEN = 50.0
+log = logging.getLogger("evenflow.request")
+
+# A shorter prompt is computed sooner than it is looked for in caches.
+PROMPT_BYTES_ASKED = 2 * BLOCK_BYTES
 
 
 class Pool:
@@ -67,7 +75,7 @@ class Scheduler:
     ) -> None:
         self._registry = registry
         self._tiers = tiers
-        self._placement = placement
+        self.place_by(placement)
         self._decisions = decisions
         self.pools: list[Pool] = []
         self.start: Callable[[Call, Lease], None]
@@ -80,6 +88,46 @@ class Scheduler:
         """From the highest to the lowest."""
         return [tier.name for tier in self._tiers]
 
+    def place_by(self, placement: Placement) -> None:
+        """Places by this policy from now on; what the last one has learned is gone with it."""
+        self.placement = placement
+        self._faults_told = 0
+        hooks = hooks_of(placement)
+        # What it wants to know of a request, and what to tell it: see `Hooks`.
+        self._asks_session = hooks.session
+        self._asks_from_bytes: float = PROMPT_BYTES_ASKED if hooks.blocks else inf
+        self._score = hooks.score
+        self._score_of_work = hooks.by_work
+        self._saved = hooks.saved
+        self._placed = hooks.placed
+        self.answered = hooks.answered
+        self._registry.on_kv_use = hooks.reported
+        self._registry.on_lost = hooks.forget
+
+    def wants_ask(self, lane: Lane, request: Request, session: str) -> bool:
+        """Whether there is anything to tell placement of a call."""
+        if not lane.has_choice:
+            return False
+        return request.prompt_bytes >= self._asks_from_bytes or (self._asks_session and session != "")
+
+    def ask(
+        self, request: Request, prompt: bytes, prompt_work: float, cached_saves: float, session: str
+    ) -> Ask | None:
+        """What placement is told of a call; None when that would change nothing.
+
+        `prompt` is the beginning of its prompt, at least all of it that is hashed; `prompt_work` what all of it costs,
+        and `cached_saves` the part of that which a cache saves.
+        """
+        blocks: tuple[int, ...] = ()
+        if request.prompt_bytes >= self._asks_from_bytes:
+            blocks = block_hashes(prompt, request.model)
+        number = session_of(session) if session and self._asks_session else 0
+        if not blocks and not number:
+            return None
+        saved = prompt_work * cached_saves / request.prompt_bytes
+        beyond = max(0, request.prompt_bytes - PROMPT_BYTES_HASHED_MAX)
+        return Ask(blocks, prompt_work, saved * BLOCK_BYTES, saved * beyond, number)
+
     # -- messages in ---------------------------------------------------------------------------------------------
 
     def submit(self, ticket: Ticket) -> None:
@@ -89,7 +137,7 @@ class Scheduler:
         queue = pool.queue
         if not queue.waiting:
             workers = lane.workers if not lane.bounded else with_memory(lane.workers, ticket)
-            index = self._placement.choose(workers, ticket.slots)
+            index = self._choose(lane, workers, ticket)
             if index >= 0 and queue.start_now(ticket):
                 self._grant(ticket, workers, index)
                 return
@@ -223,6 +271,7 @@ class Scheduler:
                     ticket.tenant, tier_of(ticket), target, ticket.slots, ticket.estimate, call
                 )
                 moved.tokens, moved.length, moved.since_s = ticket.tokens, ticket.length, ticket.since_s
+                moved.prompt_work, moved.ask = ticket.prompt_work, ticket.ask
                 self.submit(moved)
 
     def resume(self, tenants: Iterable[Tenant]) -> None:
@@ -233,7 +282,11 @@ class Scheduler:
             self._dispatch(pool)
 
     def each_second(self) -> None:
-        """Takes the rates, and refuses what waits for a lane that has no live worker left."""
+        """Takes the rates, tells of faults of placement, and refuses what waits for a lane without a live worker."""
+        faults = getattr(self.placement, "faults", 0)  # of a class of the user's own
+        if faults > self._faults_told:
+            self._faults_told = faults
+            log.warning("placement: %s (%d times so far)", getattr(self.placement, "problem", ""), faults)
         for pool in self.pools:
             pool.take_rate()
             if self._ages and pool.queue.waiting and pool.queue.promote(monotonic()):
@@ -273,11 +326,11 @@ class Scheduler:
                     break
                 lane: Lane = ticket.lane
                 workers = self._candidates(ticket, lane)
-                index = self._placement.choose(workers, ticket.slots)
+                index = self._choose(lane, workers, ticket)
                 if index < 0 and ticket.call.failed_on is not None:
                     # Better there again, if it lives, than that it idles while all behind this ticket wait.
                     workers = with_memory(lane.workers, ticket) if lane.bounded else lane.workers
-                    index = self._placement.choose(workers, ticket.slots)
+                    index = self._choose(lane, workers, ticket)
                 if index >= 0:  # (1)
                     queue.start(ticket)
                     self._decisions.observe(perf_counter() - began)
@@ -293,6 +346,16 @@ class Scheduler:
                     break
         finally:
             pool.running = False
+
+    def _choose(self, lane: Lane, workers: tuple[Worker, ...], ticket: Ticket) -> int:
+        """As `Placement.choose`, and never one that is due to have sent a heartbeat."""
+        index = self.placement.choose(workers, ticket.slots, ticket.ask)
+        if lane.beats:
+            now = monotonic()
+            while index >= 0 and workers[index].expires_s <= now:
+                self._registry.expired(workers[index])
+                index = self.placement.choose(workers, ticket.slots, ticket.ask)
+        return index
 
     @staticmethod
     def _candidates(ticket: Ticket, lane: Lane) -> tuple[Worker, ...]:
@@ -311,15 +374,30 @@ class Scheduler:
         if slots > worker.slots:
             slots = worker.slots
         call: Call = ticket.call
+        ask = ticket.ask
         if len(workers) > 1:
-            call.rivals = rivals_of(workers)
-        call.lease = lease = Lease(worker, slots, ticket.estimate, ticket.tokens)
+            score = None if ask is None and self._score_of_work else self._score
+            call.rivals = rivals_of(workers, worker, score, ask)
+        work, prompt_work = ticket.estimate, ticket.prompt_work
+        if ask is not None:
+            if self._saved is not None and prompt_work:
+                saved = min(self._saved(worker, ask), prompt_work)
+                work -= saved
+                prompt_work -= saved
+            if self._placed is not None:
+                self._placed(worker, ask)
+        call.lease = lease = Lease(worker, slots, work, prompt_work, ticket.tokens)
         self.start(call, lease)
 
 
 def with_memory(workers: tuple[Worker, ...], ticket: Ticket) -> tuple[Worker, ...]:
     """Those that can hold the ticket's tokens beside what they run. One that runs nothing may try whatever it is."""
     tokens = ticket.tokens
+    for worker in workers:
+        if worker.tokens + tokens > worker.tokens_max and worker.in_flight:
+            break
+    else:
+        return workers
     return tuple(
         [worker for worker in workers if worker.tokens + tokens <= worker.tokens_max or not worker.in_flight]
     )

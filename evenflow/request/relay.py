@@ -538,6 +538,8 @@ class WorkerConnection(asyncio.Protocol):
             if not call.shown:
                 call.shown = True
                 call.first_byte_s = monotonic()
+                if call.lease is not None:
+                    call.lease.prompt_done()
                 call.body = b""  # no retry from here on
                 if not call.head.http11 and isinstance(answer, PlainAnswer | StreamAnswer):
                     call.keep_alive = answer.head.keep_alive

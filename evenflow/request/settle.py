@@ -122,6 +122,8 @@ class Settler:
                 times.first_token.observe(first)
                 if lease.worker.learns_by_first_token and request is not None and request.stream:
                     lease.worker.first_token(call.first_byte_s - call.dispatched_s)
+                if self._scheduler.answered is not None:
+                    self._scheduler.answered(lease.worker, call.first_byte_s - call.dispatched_s)
             line = ran_line(
                 now + self._clock_offset,
                 call.request_id,

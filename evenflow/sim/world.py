@@ -87,7 +87,18 @@ class Worker:
 class Call(Run):
     """A request from its arrival to its end."""
 
-    __slots__ = ("arrival", "ask", "attempts", "expected", "failed_on", "record", "ticket", "worker")
+    __slots__ = (
+        "arrival",
+        "ask",
+        "attempts",
+        "expected",
+        "failed_on",
+        "prompt_work",
+        "record",
+        "ticket",
+        "work",
+        "worker",
+    )
 
     def __init__(self, number: int, arrival: Arrival, record: Record) -> None:
         output_tokens = arrival.output_tokens
@@ -99,6 +110,9 @@ class Call(Run):
         self.ticket: Ticket
         # What placement is told of it; None where that is nothing.
         self.ask: Ask | None = None
+        # What its worker has to do for it, and the part of that which its prompt takes.
+        self.work = 0.0
+        self.prompt_work = 0.0
         # Who runs it; None while it waits.
         self.worker: Worker | None = None
         self.failed_on: Worker | None = None
@@ -286,7 +300,8 @@ class World:
             return
         ticket.since_s = self.now
         if self._bounded:
-            ticket.tokens = call.input_tokens + self._cost.output_tokens(call.owner, MODEL, arrival.max_tokens)
+            ticket.prompt_work = self._cost.prompt_work(call.input_tokens)
+        ticket.tokens = call.input_tokens + self._cost.output_tokens(call.owner, MODEL, arrival.max_tokens)
         if arrival.leaves_after_s is not None:
             self._push(self.now + arrival.leaves_after_s, LEAVE, call, 0)
         self._budget.deposit()
@@ -319,6 +334,9 @@ class World:
             record.first_token_s = now
             record.cached_tokens = call.cached_tokens
             self.result.service.append((now, call.owner, call.input_tokens, 0))
+            worker.work -= call.prompt_work
+            call.work -= call.prompt_work
+            call.prompt_work = 0.0
             if record.dispatched_s is not None:
                 if learned is not None:
                     learned.first_token(now - record.dispatched_s)
@@ -539,11 +557,17 @@ class World:
         """The call goes to the worker."""
         ticket, record, engine = call.ticket, call.record, worker.engine
         worker.in_flight += 1
-        worker.work += ticket.estimate
+        ask, hooks = call.ask, self._hooks
+        call.work, call.prompt_work = ticket.estimate, ticket.prompt_work
+        if ask is not None and hooks.saved is not None and call.prompt_work:
+            saved = min(hooks.saved(worker, ask), call.prompt_work)
+            call.work -= saved
+            call.prompt_work -= saved
+        worker.work += call.work
         worker.tokens += ticket.tokens
         call.worker = worker
-        if call.ask is not None and self._hooks.placed is not None:
-            self._hooks.placed(worker, call.ask)
+        if ask is not None and hooks.placed is not None:
+            hooks.placed(worker, ask)
         call.attempts += 1
         record.attempts = call.attempts
         record.dispatched_s = self.now
@@ -562,7 +586,7 @@ class World:
         """The worker has the call's slot back."""
         worker.in_flight -= 1
         if worker.in_flight:
-            worker.work -= call.ticket.estimate
+            worker.work -= call.work
             worker.tokens -= call.ticket.tokens
         else:  # no rounding may outlive the calls it came from
             worker.work = worker.tokens = 0.0

@@ -28,6 +28,7 @@ class Kind(IntEnum):
     TIER = 10
     DEADLINE = 11
     WHY = 12
+    SESSION = 13
 
 
 REQUEST_HEADERS: Final[dict[bytes, Kind]] = {
@@ -55,7 +56,7 @@ REQUEST_HEADERS: Final[dict[bytes, Kind]] = {
     # The bytes of an answer are scanned for usage, so a worker must not compress them.
     b"accept-encoding": Kind.DROP,
     b"x-evenflow-tier": Kind.TIER,
-    b"x-evenflow-session": Kind.DROP,
+    b"x-evenflow-session": Kind.SESSION,
     b"x-evenflow-deadline-ms": Kind.DEADLINE,
     b"x-evenflow-why": Kind.WHY,
     b"x-forwarded-for": Kind.FORWARDED,
@@ -219,6 +220,7 @@ class RequestHead:
         "path",
         "query",  # with its leading "?", or empty
         "request_id",  # the caller's own, empty without a sound one
+        "session",  # whose requests may go to one worker, empty without one
         "tier",  # name of the tier that the caller wants to be lowered to, empty without one
         "why",  # the caller wants to be told what it waited for
     )
@@ -240,6 +242,7 @@ class RequestHead:
         self.tier = ""
         self.deadline_s: float | None = None
         self.why = False
+        self.session = ""
 
     def read_headers(self, headers: list[tuple[bytes, bytes]]) -> None:
         """Sorts the headers into what travels on and what the gateway itself must know. Raises CallerError."""
@@ -270,6 +273,8 @@ class RequestHead:
                 hops |= nominated_hop_headers(value)
             elif kind is Kind.TIER:
                 self.tier = value.decode("utf-8", "replace")
+            elif kind is Kind.SESSION:
+                self.session = value.decode("utf-8", "replace")
             elif kind is Kind.DEADLINE:
                 self.deadline_s = deadline_s(value)
             elif kind is Kind.WHY:

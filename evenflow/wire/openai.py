@@ -257,6 +257,25 @@ _KINDS = {
 }
 
 
+# Where the text begins that an engine's cache would know again.
+_PROMPTS = {
+    "chat": re.compile(rb'"messages"\s*:\s*'),
+    "completions": re.compile(rb'"prompt"\s*:\s*'),
+    "messages": re.compile(rb'"messages"\s*:\s*'),
+    "responses": re.compile(rb'"input"\s*:\s*'),
+}
+
+
+def prompt_of(kind: str, body: bytes, most: int) -> bytes:
+    """The first `most` bytes of a body from where its prompt begins, as far as a glance tells.
+
+    For what may be wrong now and then: a text in front of the prompt can look like it.
+    """
+    found = _PROMPTS[kind].search(body)
+    start = found.end() if found is not None else 0
+    return body[start : start + most]
+
+
 def parse_request(route: Route, body: bytes, n_max: int) -> Request:
     """Reads a request body. Raises CallerError (400) that names the field which is wrong.
 

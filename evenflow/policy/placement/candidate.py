@@ -80,6 +80,8 @@ class Hooks(NamedTuple):
     by_work: bool
     # By what it has just compared this worker for this ask, for who wants to know why: the least is best.
     score: Callable[[Candidate, Ask | None], float] | None
+    # Work that this worker is thought not to need for the ask that was just compared.
+    saved: Callable[[Candidate, Ask], float] | None
     # A request was given to the worker.
     placed: Callable[[Candidate, Ask], None] | None
     # The worker's answer began so many seconds after the request was sent.
@@ -97,6 +99,7 @@ def hooks_of(placement: Placement) -> Hooks:
         bool(getattr(placement, "wants_session", False)),
         bool(getattr(placement, "by_work", False)),
         getattr(placement, "score", None),
+        getattr(placement, "saved", None),
         getattr(placement, "placed", None),
         getattr(placement, "answered", None),
         getattr(placement, "reported", None),

@@ -86,6 +86,10 @@ class LeastWork:
         self._kv_others.pop(worker, None)
         self._asked, self._depths = None, {}
 
+    def saved(self, worker: "Candidate", ask: "Ask") -> float:
+        """Of the ask that was looked at last."""
+        return ask.saved(self._depths.get(worker, 0)) if ask is self._asked else 0.0
+
     def score(self, worker: "Candidate", ask: "Ask | None") -> float:
         """The work until it has finished this request too, for its speed; of the ask that was looked at last."""
         if ask is None or not ask.blocks:

@@ -82,6 +82,9 @@ class Sticky:
                     spare, spare_draw = index, draw
         return best if best >= 0 else spare  # (4)
 
+    def saved(self, worker: "Candidate", ask: "Ask") -> float:
+        return self._rest.saved(worker, ask)
+
     def placed(self, worker: "Candidate", ask: "Ask") -> None:
         self._rest.placed(worker, ask)
 
