@@ -38,22 +38,26 @@ listen: {{host: 127.0.0.1, port: {port}}}
 workers:
 {workers}
 timeouts: {{first_byte_s: 300}}
+scheduling: {scheduling}
 log: {{level: warning, access: "{log}"}}
 """
 
 
 @contextlib.contextmanager
-def gateway(workers: list[str], cores: Cores, python: str) -> Iterator[tuple[int, int]]:
-    """Evenflow before workers that are written as YAML: its port and its process."""
+def gateway(
+    workers: list[str], cores: Cores, python: str, *, scheduling: str = "{}"
+) -> Iterator[tuple[int, int]]:
+    """Evenflow before workers and with a `scheduling` that are written as YAML: its port and its process."""
     port = lab.free_ports(1)
     with tempfile.TemporaryDirectory() as directory:
         path = pathlib.Path(directory) / "evenflow.yaml"
         lines = "\n".join(f"  - {worker}" for worker in workers)
-        path.write_text(CONFIGURATION.format(port=port, workers=lines, log=f"{directory}/access.log"))
-        log = pathlib.Path(directory) / "output.log"
+        log = f"{directory}/access.log"
+        path.write_text(CONFIGURATION.format(port=port, workers=lines, scheduling=scheduling, log=log))
+        output = pathlib.Path(directory) / "output.log"
         command = [python, "-P", "-m", "evenflow", "serve", "--config", str(path)]
-        with lab.running(command, core=cores.gateway, log=log) as process:
-            lab.wait_for_port(port, process, log, 20.0)
+        with lab.running(command, core=cores.gateway, log=output) as process:
+            lab.wait_for_port(port, process, output, 20.0)
             yield port, process.pid
 
 

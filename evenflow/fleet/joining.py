@@ -15,8 +15,9 @@ from pydantic import ValidationError
 
 from evenflow.config import WorkerSettings
 from evenflow.config.settings import FleetSettings, worker_url
-from evenflow.fleet.registry import Registry, Source, State, Worker
+from evenflow.fleet.registry import Registry, Source, Worker
 from evenflow.fleet.wanted import KeptGroup, KeptWorker, Wanted, WantedFile, kept
+from evenflow.policy.health import State
 from evenflow.wire.faults import CallerError
 
 log = logging.getLogger("evenflow.fleet")

@@ -93,7 +93,7 @@ class Prober:
             turn += 1
             asked.set()
             pause_s = self._interval_s
-            if not worker.live or worker.probe_failures:
+            if not worker.live or worker.health.probe_failures:
                 # Whoever meets trouble with it asks for a probe, and it may be much trouble.
                 await asyncio.sleep(WAKE_PAUSE_S)
                 pause_s = min(INTERVAL_DOWN_S, pause_s)

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from evenflow.config import WorkerSettings
 from evenflow.fleet.engines.abilities import ABILITIES, UNKNOWN, Abilities
 from evenflow.observe.access_log import json_name
+from evenflow.policy.health import TIMES, Event, Health, State
 from evenflow.policy.slots import KV_SHARE, SLOTS_START, LearnedSlots
 
 if TYPE_CHECKING:
@@ -26,24 +27,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("evenflow.fleet")
 
-# Failures in a row of requests that had reached a worker, after which it is not chosen until a probe succeeds.
-FAILURES_MAX = 3
 # What a worker makes of one request that has no other cap.
 CHOICES_MAX = 2**31
 # A worker that registered itself and was silent for so long beyond its time is forgotten.
 FORGOTTEN_S = 3600.0
 # Names that a message shows.
 WORDS_MAX = 5
-# Probes that must fail in a row before a worker that answers requests is called suspect.
-PROBE_FAILURES_MAX = 2
-
-
-class State(StrEnum):
-    STARTING = "starting"  # not heard of yet
-    READY = "ready"
-    SUSPECT = "suspect"  # failed; not chosen until a probe succeeds
-    DRAINING = "draining"  # finishes what it runs, takes nothing new
-    GONE = "gone"  # no more in the fleet; what it runs may end
 
 
 class Source(StrEnum):
@@ -67,9 +56,9 @@ class Worker:
         "busy",
         "errors",
         "expires_s",
-        "failures",
         "group",
         "head",
+        "health",
         "host",
         "idle",
         "in_flight",
@@ -89,14 +78,12 @@ class Worker:
         "name",
         "name_line",
         "port",
-        "probe_failures",
         "reason",
         "removes_when_idle",
         "settings",
         "slots",
         "source",
         "speed",
-        "state",
         "tls",
         "tokens",
         "tokens_max",
@@ -160,8 +147,8 @@ class Worker:
             self.learned = LearnedSlots()
         self.learns_by_first_token = fixed == "auto"
         self.speed = settings.speed
-        self.state = State.STARTING
-        # True when placement may choose it; follows `state`, kept apart since the hot path reads it.
+        self.health = Health()
+        # True when placement may choose it; follows `health`, kept apart since the hot path reads it.
         self.live = False
         # Why it is not ready, in words for `workers list`.
         self.reason = "waiting for the first probe"
@@ -179,8 +166,6 @@ class Worker:
         self.expires_s = inf
         # It drains to leave the fleet, and not to come back.
         self.removes_when_idle = False
-        self.failures = 0
-        self.probe_failures = 0
         # Connections, the newest last; written by the relay.
         self.idle: list[WorkerConnection] = []
         self.busy: set[WorkerConnection] = set()
@@ -194,7 +179,23 @@ class Worker:
         """A stream had its first token so long after it was sent."""
         learned = self.learned
         if learned is not None and learned.first_token(took_s):
-            self.slots = learned.limit
+            self.take_slots()
+
+    @property
+    def state(self) -> State:
+        return self.health.state
+
+    def take_slots(self) -> bool:
+        """Its limit, or what its health allows, has changed; True when it may be given more than before."""
+        before, most = self.slots, self.health.slots_max
+        slots = self.slots_given()
+        self.slots = slots if slots <= most else int(most)
+        return self.slots > before
+
+    def slots_given(self) -> int:
+        """By its configuration, or learned; whatever its health."""
+        learned, fixed = self.learned, self.settings.slots
+        return learned.limit if learned is not None else fixed if isinstance(fixed, int) else SLOTS_START
 
     def serves(self) -> Iterable[str]:
         """Every name a caller may use for something this worker has."""
@@ -290,7 +291,7 @@ class Registry:
             self._workers_changed()
 
     def _retire(self, worker: Worker, reason: str) -> None:
-        self._move(worker, State.GONE, reason)
+        self._happened(worker, Event.REMOVE, reason)
         self.on_gone(worker)
 
     def _workers_changed(self) -> None:
@@ -317,8 +318,7 @@ class Registry:
             if told:
                 worker.models = told
                 self._rebuild()
-            if worker.wake_probe is not None:
-                worker.wake_probe()
+            _wake(worker)
 
     def knows_all(self) -> bool:
         """False while a worker has not yet told its models, so that a model nobody lists may still turn up."""
@@ -335,28 +335,42 @@ class Registry:
 
     def probe_succeeded(self, worker: Worker) -> None:
         worker.last_seen_s = time.time()
-        worker.probe_failures = 0
-        if worker.state in (State.STARTING, State.SUSPECT) and worker.expires_s > monotonic():
-            worker.failures = 0
-            self._move(worker, State.READY, "")
+        health = worker.health
+        if worker.expires_s <= monotonic():
+            return  # it must beat first
+        if health.until_s > -inf and any(not lane.live for lane in self._lanes_of(worker)):
+            health.until_s = -inf  # nobody else is left: better this one than none
+        new = health.state is State.STARTING and worker.source is not Source.CONFIGURED
+        if self._happened(worker, Event.PROBE_SUCCEEDED, ""):
+            if new and any(lane.live > 1 for lane in self._lanes_of(worker)):
+                health.begin_slowly()
+                worker.take_slots()
+        elif health.state is State.SUSPECT and health.until_s > monotonic():
+            left_s = health.until_s - monotonic()
+            worker.reason = f"{worker.reason.partition('; tried')[0]}; tried again in {left_s:.0f} s"
 
     def probe_failed(self, worker: Worker, reason: str) -> None:
-        worker.probe_failures += 1
-        if worker.state is State.STARTING or worker.probe_failures >= PROBE_FAILURES_MAX:
-            was_live = worker.live
-            self._suspect(worker, reason, probe=False)
-            if was_live:
-                self.on_silent(worker)
+        was_live = worker.live
+        if self._happened(worker, Event.PROBE_FAILED, reason) and was_live:
+            self.on_silent(worker)
 
     def answered(self, worker: Worker) -> None:
         """A request was answered, be it with a 4xx: the caller's mistakes say nothing of a worker."""
         worker.answered += 1
-        worker.failures = 0
+        health = worker.health
+        if health.failures or health.on_trial:
+            was_on_trial = health.on_trial
+            health.answered()
+            if was_on_trial:
+                worker.reason = ""
+                if worker.take_slots():
+                    self.on_room(worker)
 
     def unreachable(self, worker: Worker, reason: str) -> None:
         """A connection was refused or broke before an answer."""
         worker.errors += 1
-        self._suspect(worker, reason)
+        self._happened(worker, Event.UNREACHABLE, reason)
+        _wake(worker)
 
     def failed(self, worker: Worker, reason: str) -> None:
         """A request that had reached the worker failed there: a 5xx, a time-out, an answer cut short.
@@ -365,12 +379,13 @@ class Registry:
         all, and a probe tells soon enough whether it is gone.
         """
         worker.errors += 1
-        worker.failures += 1
-        if worker.failures >= FAILURES_MAX:
-            if all(lane.live > 1 for lane in self._lanes_of(worker)):
-                self._suspect(worker, reason)
-            elif worker.wake_probe is not None:
-                worker.wake_probe()
+        if all(lane.live > 1 for lane in self._lanes_of(worker)):
+            if self._happened(worker, Event.FAILED, reason):
+                _wake(worker)
+        else:
+            worker.health.failures += 1
+            if worker.health.failures >= TIMES[Event.FAILED]:
+                _wake(worker)
 
     def load_reported(self, worker: Worker, load: "LoadReport", now: float) -> None:
         """The worker told of its own queue and memory. Changes its slots if they are learned."""
@@ -392,9 +407,7 @@ class Registry:
             learned.learn_maximum(load.sequences_max)
         if load.waiting is not None:
             learned.report(now, load.waiting, worker.in_flight)
-        grown = learned.limit > worker.slots
-        worker.slots = learned.limit
-        if grown:
+        if worker.take_slots():
             self.on_room(worker)
 
     def set_kind(self, worker: Worker, kind: str) -> None:
@@ -431,8 +444,7 @@ class Registry:
     def drain(self, worker: Worker, reason: str, *, then_remove: bool = False) -> None:
         """It gets nothing new and finishes what it runs; then it leaves the fleet, if that is asked."""
         worker.removes_when_idle |= then_remove
-        if worker.state is not State.DRAINING:
-            self._move(worker, State.DRAINING, reason)
+        self._happened(worker, Event.DRAIN, reason)
         if worker.removes_when_idle and not worker.in_flight:
             self.remove(worker, reason)
 
@@ -440,22 +452,20 @@ class Registry:
         """A drained one comes back, as soon as a probe has found it well."""
         if worker.state is State.DRAINING:
             worker.removes_when_idle = False
-            self._move(worker, State.STARTING, "waiting for a probe")
-            if worker.wake_probe is not None:
-                worker.wake_probe()
+            self._happened(worker, Event.RESUME, "waiting for a probe")
+            _wake(worker)
 
     def beat(self, worker: Worker, expires_s: float) -> None:
         """It sent a heartbeat, or registered, and is due again at that monotonic time."""
         worker.last_seen_s = time.time()
         silent = worker.expires_s <= monotonic()
         worker.expires_s = expires_s
-        if silent and worker.wake_probe is not None:
-            worker.wake_probe()
+        if silent:
+            _wake(worker)
 
     def expired(self, worker: Worker) -> None:
         """It was silent for too long; checked when it would be chosen, and once a second."""
-        if worker.live:
-            self._move(worker, State.SUSPECT, "sends no heartbeats any more")
+        self._happened(worker, Event.SILENT, "sends no heartbeats any more")
 
     def each_second(self, now: float) -> None:
         """Leaves the silent alone, and lets those go that have drained."""
@@ -466,25 +476,30 @@ class Registry:
                     self.remove(worker, "sent no heartbeats for too long")
             elif worker.removes_when_idle and not worker.in_flight:
                 self.remove(worker, "drained")
+            elif worker.health.slots_max < inf and worker.health.ramp(worker.slots_given()) and worker.take_slots():
+                self.on_room(worker)
 
-    def _suspect(self, worker: Worker, reason: str, *, probe: bool = True) -> None:
-        if worker.state in (State.STARTING, State.READY):
-            self._move(worker, State.SUSPECT, reason)
-        elif worker.state is State.SUSPECT:
-            worker.reason = reason
-        if probe and worker.wake_probe is not None:
-            worker.wake_probe()
-
-    def _move(self, worker: Worker, state: State, reason: str) -> None:
-        was_live, worker.live = worker.live, state is State.READY
-        log.info("worker %s: %s -> %s%s", worker.name, worker.state, state, f" ({reason})" if reason else "")
-        worker.state, worker.reason = state, reason
+    def _happened(self, worker: Worker, event: Event, reason: str) -> bool:
+        """Takes an event in; True when the worker's state has changed with it."""
+        health, was_live, before = worker.health, worker.live, worker.health.state
+        if not health.on(event, monotonic()):
+            if health.state is State.SUSPECT and reason:
+                worker.reason = reason
+            return False
+        state = health.state
+        worker.live = state is State.READY
+        if worker.live and health.on_trial:
+            reason = "on trial: one request at a time until it answers one"
+        log.info("worker %s: %s -> %s%s", worker.name, before, state, f" ({reason})" if reason else "")
+        worker.reason = reason
+        worker.take_slots()
         for lane in self._lanes_of(worker):
             lane.live += worker.live - was_live
         if worker.live and not was_live:
             self.on_room(worker)
         elif self.on_lost is not None and state in (State.SUSPECT, State.GONE):
             self.on_lost(worker)
+        return True
 
     def _lanes_of(self, worker: Worker) -> list[Lane]:
         return [lane for lane in self.all_lanes() if worker in lane.workers]
@@ -521,6 +536,12 @@ def words(names: Iterable[str]) -> str:
     shown = sorted(names)
     more = f" and {len(shown) - WORDS_MAX} more" if len(shown) > WORDS_MAX else ""
     return (", ".join(name[:100] for name in shown[:WORDS_MAX]) or "nothing") + more
+
+
+def _wake(worker: Worker) -> None:
+    """Asks for a probe at once."""
+    if worker.wake_probe is not None:
+        worker.wake_probe()
 
 
 def _nothing() -> None:
